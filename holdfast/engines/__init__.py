@@ -1,0 +1,1 @@
+"""Processes. Knows no checkpoint, no metric, no storage."""
