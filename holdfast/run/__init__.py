@@ -1,0 +1,1 @@
+"""One run that survives failures: state, policies, session, worker, controller."""

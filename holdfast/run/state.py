@@ -1,0 +1,793 @@
+"""The state of one run: an event in, records and actions out. Pure: no file, process, clock or random number.
+
+The durable half of the state is the fold of the run's records (`fold`), live and after a restart alike. The live half is
+what this driver's processes are doing. What is owed (an answer, a commit, an end) is derived from both, never remembered
+from the moment it came up.
+
+    settling ──▶ looking ──▶ running ──▶ stopping
+       ▲  every staged     newest one     │ every rank
+       │  checkpoint is    is whole       │ returned or is gone
+       │  committed        again          ▼
+       └───────────────────────────── settling ──▶ ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from holdfast import events
+from holdfast.checkpoint.retention import Candidate, forgettable, lookup
+from holdfast.run.config import CheckpointConfig, FailureConfig
+from holdfast.run.policies import after_failure
+
+Record = dict[str, Any]
+Phase = Literal["settling", "looking", "running", "stopping", "ended"]
+Goal = Literal["go on", "finish", "fail"]
+
+STAGED_LIMIT = 2  # checkpoints that may wait to be durable before `report` waits too
+STAGED_SHARE = 4  # and at most this fraction of the free space: a quarter
+NAME_MISSING_AFTER_S = 30.0
+KEEPER_DEATHS_LIMIT = 5
+
+# ---------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened; `time` in seconds, never going back."""
+
+    time: float
+
+
+@dataclass(frozen=True)
+class Begun(Event):
+    """A driver begins to own this run. `taken`: the numbers under which something lies in storage."""
+
+    taken: tuple[int, ...] = ()
+    present: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Looked(Event):
+    """A checkpoint was looked at before an attempt starts from it."""
+
+    number: int
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankEvent(Event):
+    """From a rank of an attempt; those of an older attempt are dropped."""
+
+    attempt: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Reported(RankEvent):
+    """A rank called `report` for the `report`-th time. `part_bytes`: None without a checkpoint."""
+
+    report: int
+    metrics: Mapping[str, Any]
+    part_bytes: int | None = None
+    sync: bool = False
+    free_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Returned(RankEvent):
+    """A rank's training function returned."""
+
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Raised(RankEvent):
+    """A rank's training function raised."""
+
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Exited(RankEvent):
+    """A rank's process is gone."""
+
+    how: str
+
+
+@dataclass(frozen=True)
+class GangRefused(Event):
+    """The processes of an attempt could not be started."""
+
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Durable(Event):
+    """The part of a rank survives the machine now."""
+
+    number: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Committed(Event):
+    """A checkpoint exists. `in_use`: committed ones that a reader has open now."""
+
+    number: int
+    path: str
+    size_bytes: int
+    conflicts: tuple[str, ...] = ()
+    in_use: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class StorageFailed(Event):
+    """A staged checkpoint could not be made durable or committed. `passing`: another try may succeed."""
+
+    number: int
+    reason: str
+    passing: bool
+    step: Literal["persist", "commit"] = "persist"
+
+
+@dataclass(frozen=True)
+class KeeperDied(Event):
+    """The keeper's process is gone."""
+
+
+@dataclass(frozen=True)
+class Tick(Event):
+    """Time has passed."""
+
+
+# --------------------------------------------------------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True)
+class Look:
+    """Compare a committed checkpoint with its manifest."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class StartGang:
+    """Start the workers of an attempt. `checkpoint`: the number to start from."""
+
+    attempt: int
+    checkpoint: int | None
+
+
+@dataclass(frozen=True)
+class StopGang:
+    """End the workers of an attempt; each sends its `Exited`."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Let a rank's `report` return, or raise `error`."""
+
+    rank: int
+    report: int
+    number: int
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Tell every rank which checkpoint is the newest committed one."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Persist:
+    """Have the keeper make the parts of a staged checkpoint durable. `anew`: it failed before."""
+
+    number: int
+    anew: bool = False
+
+
+@dataclass(frozen=True)
+class MakeCommit:
+    """Make staged, durable parts a checkpoint."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Remove:
+    """Remove checkpoints that were forgotten or abandoned."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Discard:
+    """Remove what is left of the parts of one report: they were committed or abandoned."""
+
+    epoch: int
+    attempt: int
+    report: int
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Remove everything staged but for one attempt: nothing else is needed any more."""
+
+    keep_attempt: int | None
+
+
+Action = Look | StartGang | StopGang | Answer | Tell | Persist | MakeCommit | Remove | Discard | Sweep
+
+# ----------------------------------------------------------------------------------------------------------------- state
+
+
+@dataclass
+class Held:
+    """A checkpoint that was staged and is not forgotten."""
+
+    number: int
+    epoch: int
+    attempt: int
+    report: int
+    iteration: int
+    ranks: tuple[int, ...]
+    metrics: Mapping[str, Any]
+    size_bytes: int
+    committed: bool = False
+    durable: set[int] = field(default_factory=set)
+    staged_at: float = 0.0
+
+    @property
+    def is_durable(self) -> bool:
+        return self.committed or self.durable.issuperset(self.ranks)
+
+
+@dataclass
+class _Rank:
+    reports: int = 0
+    returned: bool = False
+    gone: bool = False
+
+
+@dataclass
+class _Pending:
+    """A report that not every rank has made."""
+
+    since: float
+    metrics: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    parts: dict[int, int] = field(default_factory=dict)
+    sync: set[int] = field(default_factory=set)
+    free_bytes: int = 0
+    named: bool = False
+
+
+@dataclass
+class _Owed:
+    """A rank that waits in `report` for a staged checkpoint."""
+
+    rank: int
+    report: int
+    number: int
+    sync: bool
+    free_bytes: int
+
+
+@dataclass
+class _Trouble:
+    """A staged checkpoint that storage has refused."""
+
+    since: float
+    tries: int
+    retry_at: float
+    step: Literal["persist", "commit"]
+
+
+class RunState:
+    """One run.
+
+    Args:
+        world_size: its ranks.
+        epoch: of the owner.
+        failures: what happens after failures.
+        checkpoints: which are kept.
+        report_timeout_s: how long a rank may wait for the others.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        epoch: int = 1,
+        failures: FailureConfig | None = None,
+        checkpoints: CheckpointConfig | None = None,
+        report_timeout_s: float = 1800.0,
+    ) -> None:
+        self._world_size = world_size
+        self._epoch = epoch
+        self._failure_config = failures or FailureConfig()
+        self._checkpoint_config = checkpoints or CheckpointConfig()
+        self._report_timeout_s = report_timeout_s
+        # The fold of the records.
+        self.held: dict[int, Held] = {}
+        self.damaged: dict[int, str] = {}
+        self.next_number = 0
+        self.attempt = 0
+        self.iteration = 0
+        self.metrics: Mapping[str, Any] = {}
+        self.return_value: Any = None
+        self.scored = False
+        # This driver's.
+        self.phase: Phase = "settling"
+        self.goal: Goal = "go on"
+        self.reason = ""
+        self.failures: dict[int, str] = {}
+        self.failure_count = 0
+        self.attempts_here = 0
+        self.start: int | None = None
+        self._base_iteration = 0
+        self._ranks: list[_Rank] = []
+        self._pending: dict[int, _Pending] = {}
+        self._owed: list[_Owed] = []
+        self._errors: list[str] = []
+        self._trouble: dict[int, _Trouble] = {}
+        self._keeper_deaths = 0
+        self._in_use: frozenset[int] = frozenset()
+        self._told_missing_attribute = False
+        self._records: list[Record] = []
+        self._actions: list[Action] = []
+        self._events: list[events.Event] = []
+
+    # ---- what others read
+
+    @property
+    def committed(self) -> list[Held]:
+        """The checkpoints that exist, the newest last."""
+        return [held for _, held in sorted(self.held.items()) if held.committed]
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        return [Candidate(held.number, held.metrics) for held in self.committed]
+
+    def take_records(self) -> list[Record]:
+        """Returns the records that are due, and forgets them: they must be written before any action is taken."""
+        records, self._records = self._records, []
+        return records
+
+    def take_actions(self) -> list[Action]:
+        """Returns the actions that are due; the records before them have been written."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def take_events(self) -> list[events.Event]:
+        """Returns what observers are to hear."""
+        happened, self._events = self._events, []
+        return happened
+
+    def deadline(self) -> float | None:
+        """Returns when a `Tick` is next of use; None: not until something happens."""
+        times = [trouble.retry_at for trouble in self._trouble.values()]
+        for pending in self._pending.values():
+            if pending.parts:
+                times.append(pending.since + (self._report_timeout_s if pending.named else NAME_MISSING_AFTER_S))
+        return min(times, default=None)
+
+    # ---- the fold
+
+    def fold(self, record: Record) -> None:
+        """Takes in one record of the journal."""
+        fold = getattr(self, "_fold_" + str(record["kind"]), None)
+        if fold is not None:  # records of this run that carry no state: `run`, `attempt_failed`
+            fold(record)
+
+    def _record(self, time: float, kind: str, **values: Any) -> None:
+        record = {"kind": kind, "time": time, **values}
+        self._records.append(record)
+        self.fold(record)
+
+    def _fold_attempt(self, record: Record) -> None:
+        self.attempt = record["attempt"]
+
+    def _fold_report(self, record: Record) -> None:
+        self.iteration = record["iteration"]
+        self.metrics = record["metrics"]
+
+    def _fold_staged(self, record: Record) -> None:
+        self._fold_report(record)
+        number = record["number"]
+        self.next_number = max(self.next_number, number + 1)
+        self.held[number] = Held(
+            number=number,
+            epoch=record["epoch"],
+            attempt=record["attempt"],
+            report=record["report"],
+            iteration=record["iteration"],
+            ranks=tuple(record["parts"]),
+            metrics=record["metrics"],
+            size_bytes=record["size_bytes"],
+            staged_at=record["time"],
+        )
+
+    def _fold_committed(self, record: Record) -> None:
+        held = self.held[record["number"]]
+        held.committed = True
+        held.size_bytes = record["size_bytes"]
+        attribute = self._checkpoint_config.checkpoint_score_attribute
+        self.scored = self.scored or (attribute is not None and lookup(held.metrics, attribute)[0])
+
+    def _fold_abandoned(self, record: Record) -> None:
+        self.held.pop(record["number"], None)
+
+    def _fold_damaged(self, record: Record) -> None:
+        self.held.pop(record["number"], None)
+        self.damaged[record["number"]] = record["why"]
+
+    def _fold_forgotten(self, record: Record) -> None:
+        for number in record["numbers"]:
+            self.held.pop(number, None)
+
+    def _fold_skipped(self, record: Record) -> None:
+        self.next_number = max(self.next_number, record["next_number"])
+
+    def _fold_finished(self, record: Record) -> None:
+        self.return_value = record["return_value"]
+
+    # ---- events
+
+    def apply(self, event: Event) -> None:
+        """Takes in what happened. Afterwards the due records, actions and observer events are there to be taken."""
+        if isinstance(event, RankEvent) and not self._is_current(event):
+            return
+        getattr(self, "_on_" + type(event).__name__.lower())(event)
+        self._pay()
+        self._move_on(event.time)
+
+    def _is_current(self, event: RankEvent) -> bool:
+        return event.attempt == self.attempt and self.phase in ("running", "stopping")
+
+    def _on_begun(self, event: Begun) -> None:
+        unknown = [number for number in event.taken if number >= self.next_number]
+        if unknown:
+            self._record(event.time, "skipped", next_number=max(unknown) + 1)
+            names = ", ".join(map(str, unknown))
+            self._warn(event.time, f"checkpoints {names} are in the way: no journal has given these numbers; left alone")
+        gone = [n for n in event.present if n not in self.held and n not in self.damaged and n not in unknown]
+        if gone:
+            self._actions.append(Remove(tuple(gone)))  # the journal has let them go; the deletion is finished
+        for held in self.held.values():
+            if not held.committed:
+                self._actions.append(Persist(held.number))
+
+    def _on_looked(self, event: Looked) -> None:
+        if self.phase != "looking":
+            return
+        if event.problems:
+            why = "; ".join(event.problems[:3])
+            self._record(event.time, "damaged", number=event.number, why=why)
+            self._events.append(events.DamageFound(event.time, event.number, why))
+            self._look_or_start(event.time)
+        else:
+            self._start_attempt(event.time, self.held[event.number])
+
+    def _look_or_start(self, time: float) -> None:
+        newest = self.committed[-1:]
+        if newest:
+            self.phase = "looking"
+            self._actions.append(Look(newest[0].number))
+        else:
+            self._start_attempt(time, None)
+
+    def _start_attempt(self, time: float, start: Held | None) -> None:
+        self.start = start.number if start else None
+        self._base_iteration = start.iteration if start else 0
+        self._record(
+            time,
+            "attempt",
+            attempt=self.attempt + 1,
+            epoch=self._epoch,
+            checkpoint=self.start,
+            iteration=self._base_iteration,
+            world_size=self._world_size,
+        )
+        self.attempts_here += 1
+        self._ranks = [_Rank() for _ in range(self._world_size)]
+        self.phase = "running"
+        self._actions += [StartGang(self.attempt, self.start), Sweep(self.attempt)]
+        self._events.append(events.AttemptStarted(time, self.attempt, self._world_size, self.start))
+
+    def _on_gangrefused(self, event: GangRefused) -> None:
+        if event.attempt == self.attempt and self.phase == "running":
+            for rank in self._ranks:
+                rank.gone = True
+            self.goal, self.reason = "fail", event.reason
+            self._stop(event.time)
+
+    # ---- reports
+
+    def _on_reported(self, event: Reported) -> None:
+        self._ranks[event.rank].reports = event.report + 1
+        pending = self._pending.setdefault(event.report, _Pending(event.time))
+        pending.metrics[event.rank] = event.metrics
+        if event.part_bytes is not None:
+            if not pending.parts:
+                pending.since = event.time
+            pending.parts[event.rank] = event.part_bytes
+            pending.free_bytes = event.free_bytes
+            if event.sync:
+                pending.sync.add(event.rank)
+        self._complete_reports(event.time)
+
+    def _on_returned(self, event: Returned) -> None:
+        self._ranks[event.rank].returned = True
+        if event.rank == 0:
+            self.return_value = event.value
+        self._complete_reports(event.time)
+
+    def _complete_reports(self, time: float) -> None:
+        reached = min((rank.reports for rank in self._ranks if not rank.returned), default=None)
+        while self._pending:
+            report = min(self._pending)
+            if reached is not None and report >= reached:
+                return
+            self._write_report(time, report, self._pending.pop(report), is_whole=True)
+
+    def _write_report(self, time: float, report: int, pending: _Pending, *, is_whole: bool) -> None:
+        first = min(pending.metrics)
+        values = {
+            "attempt": self.attempt,
+            "report": report,
+            "iteration": self._base_iteration + report + 1,
+            "metrics": pending.metrics[first],
+        }
+        others = {str(rank): metrics for rank, metrics in sorted(pending.metrics.items()) if rank != first and metrics}
+        if others:
+            values["others"] = others
+        if pending.parts and is_whole:
+            number = self.next_number
+            size_bytes = sum(pending.parts.values())
+            ranks = sorted(pending.parts)
+            self._record(time, "staged", number=number, epoch=self._epoch, parts=ranks, size_bytes=size_bytes, **values)
+            self._actions.append(Persist(number))
+            for rank in ranks:
+                self._owed.append(_Owed(rank, report, number, rank in pending.sync, pending.free_bytes))
+        else:
+            self._record(time, "report", **values)
+        self._events.append(events.Reported(time, self.attempt, values["iteration"], values["metrics"]))
+
+    def _pay(self) -> None:
+        """Answers every rank whose answer is due now."""
+        waiting: list[_Owed] = []
+        for owed in self._owed:
+            if self._errors:
+                self._actions.append(Answer(owed.rank, owed.report, owed.number, self._errors.pop(0)))
+            elif self._may_return(owed):
+                self._actions.append(Answer(owed.rank, owed.report, owed.number))
+            else:
+                waiting.append(owed)
+        self._owed = waiting
+
+    def _may_return(self, owed: _Owed) -> bool:
+        held = self.held.get(owed.number)
+        if owed.sync and held is not None and not held.committed:
+            return False
+        behind = [held for held in self.held.values() if not held.is_durable]
+        within_share = sum(held.size_bytes for held in behind) * STAGED_SHARE <= owed.free_bytes
+        return len(behind) <= 1 or (len(behind) <= STAGED_LIMIT and within_share)
+
+    # ---- storage
+
+    def _on_durable(self, event: Durable) -> None:
+        held = self.held.get(event.number)
+        if held is None or held.committed:
+            return
+        self._keeper_deaths = 0
+        was_durable = held.is_durable
+        held.durable.add(event.rank)
+        if held.is_durable and not was_durable:
+            self._end_trouble(event.time, event.number, "persist")
+            self._actions.append(MakeCommit(event.number))
+
+    def _on_committed(self, event: Committed) -> None:
+        held = self.held.get(event.number)
+        if held is None or held.committed:
+            return
+        self._end_trouble(event.time, event.number, "commit")
+        self._record(event.time, "committed", number=event.number, size_bytes=event.size_bytes)
+        self._actions.append(Discard(held.epoch, held.attempt, held.report))
+        self._in_use = event.in_use
+        seconds = event.time - held.staged_at
+        self._events.append(
+            events.CheckpointCommitted(event.time, event.number, event.path, event.size_bytes, held.metrics, seconds)
+        )
+        for conflict in event.conflicts:
+            self._warn(event.time, f"checkpoint {event.number}: {conflict}")
+        self._say_missing_attribute(event.time, held)
+        self._retain(event.time)
+        if self.phase == "running":
+            self._actions.append(Tell(self.committed[-1].number))
+
+    def _retain(self, time: float) -> None:
+        pinned = {held.number for held in self.committed[-1:]} | self._in_use
+        if self.start is not None and not self._has_passed_start():
+            pinned.add(self.start)
+        numbers = forgettable(self.candidates, self._checkpoint_config.retention, pinned)
+        if numbers:
+            self._record(time, "forgotten", numbers=numbers)
+            self._actions.append(Remove(tuple(numbers)))
+
+    def _has_passed_start(self) -> bool:
+        """Whether every rank has reported a committed checkpoint later than the one this attempt started from."""
+        own = [held.report for held in self.committed if held.attempt == self.attempt and held.epoch == self._epoch]
+        return bool(own) and all(rank.reports > min(own) or rank.returned for rank in self._ranks)
+
+    def _say_missing_attribute(self, time: float, held: Held) -> None:
+        attribute = self._checkpoint_config.checkpoint_score_attribute
+        if attribute is None or self._told_missing_attribute or lookup(held.metrics, attribute)[0]:
+            return
+        self._told_missing_attribute = True
+        there = ", ".join(sorted(held.metrics)) or "none"
+        self._warn(
+            time,
+            f"checkpoint {held.number} was reported without {attribute!r}, by which the best are kept: it ranks below "
+            f"all that have it (metrics that were there: {there})",
+        )
+
+    def _on_storagefailed(self, event: StorageFailed) -> None:
+        held = self.held.get(event.number)
+        if held is None or held.committed:
+            return
+        trouble = self._trouble.setdefault(event.number, _Trouble(event.time, 0, event.time, event.step))
+        config = self._failure_config
+        too_late = event.time - trouble.since >= config.storage_deadline_s
+        if not event.passing or config.on_storage_error == "fail" or too_late:
+            self._abandon(event.time, event.number, event.reason)
+            return
+        if trouble.tries == 0:
+            self._events.append(events.Waiting(event.time, self._trouble_name(event.number) + f": {event.reason}"))
+        trouble.step = event.step
+        trouble.retry_at = event.time + min(0.25 * 2**trouble.tries, 15.0)
+        trouble.tries += 1
+
+    def _abandon(self, time: float, number: int, reason: str) -> None:
+        self._trouble.pop(number, None)
+        held = self.held[number]
+        self._record(time, "abandoned", number=number, why=reason)
+        self._actions += [Remove((number,)), Discard(held.epoch, held.attempt, held.report)]
+        self._errors.append(f"checkpoint {number} could not be kept: {reason}")
+        self._events.append(events.CheckpointAbandoned(time, number, reason))
+
+    def _end_trouble(self, time: float, number: int, step: str) -> None:
+        trouble = self._trouble.get(number)
+        if trouble is not None and trouble.step == step:
+            del self._trouble[number]
+            self._events.append(events.WaitingOver(time, self._trouble_name(number)))
+
+    @staticmethod
+    def _trouble_name(number: int) -> str:
+        return f"storage does not take checkpoint {number}"
+
+    def _on_keeperdied(self, event: KeeperDied) -> None:
+        self._keeper_deaths += 1
+        for held in [held for held in self.held.values() if not held.is_durable]:
+            if self._keeper_deaths <= KEEPER_DEATHS_LIMIT:
+                self._actions.append(Persist(held.number))
+            else:
+                why = f"the process that makes checkpoints durable died {self._keeper_deaths} times in a row"
+                self._abandon(event.time, held.number, why)
+
+    # ---- time
+
+    def _on_tick(self, event: Tick) -> None:
+        for number, trouble in list(self._trouble.items()):
+            if event.time >= trouble.retry_at:
+                trouble.retry_at = float("inf")  # until the answer comes
+                again = Persist(number, anew=True) if trouble.step == "persist" else MakeCommit(number)
+                self._actions.append(again)
+        for report, pending in self._pending.items():
+            waited = event.time - pending.since
+            if pending.parts and waited >= NAME_MISSING_AFTER_S and self.phase == "running":
+                self._name_missing(event.time, report, pending, waited)
+
+    def _name_missing(self, time: float, report: int, pending: _Pending, waited: float) -> None:
+        missing = [n for n, rank in enumerate(self._ranks) if rank.reports <= report and not rank.returned]
+        what = f"rank {', '.join(map(str, sorted(pending.parts)))} in report {report + 1} for rank {missing}"
+        if not pending.named:
+            pending.named = True
+            self._events.append(events.Waiting(time, f"{what}: every rank must call report as often"))
+        if waited >= self._report_timeout_s:
+            self.goal = "fail"
+            self.reason = f"{what} waited {waited:.0f} s (report_timeout_s): call report on every rank, equally often"
+            self._stop(time)
+
+    # ---- ends
+
+    def _on_raised(self, event: Raised) -> None:
+        self.failures[event.rank] = event.traceback
+        self._stop(event.time)
+
+    def _on_exited(self, event: Exited) -> None:
+        rank = self._ranks[event.rank]
+        rank.gone = True
+        if not rank.returned and self.phase == "running":
+            self.failures.setdefault(event.rank, event.how)
+            self._stop(event.time)
+
+    def _stop(self, time: float) -> None:
+        if self.phase == "running":
+            self.phase = "stopping"
+            self._actions.append(StopGang(self.attempt))
+
+    def request_stop(self, time: float, reason: str) -> None:
+        """Ends the run from outside (Ctrl-C): what is staged is committed, then the run fails for `reason`."""
+        self.goal, self.reason = "fail", reason
+        if self.phase == "looking":
+            self.phase = "settling"
+        self._stop(time)
+        self._move_on(time)
+
+    def _move_on(self, time: float) -> None:
+        """Takes the run to its next phase when nothing holds it where it is."""
+        if self.phase == "running" and all(rank.returned and rank.gone for rank in self._ranks):
+            self.phase, self.goal = "settling", "finish"
+            self._end_attempt(time)
+        elif self.phase == "stopping" and all(rank.gone for rank in self._ranks):
+            self._after_failure(time)
+        if self.phase == "settling" and all(held.committed for held in self.held.values()):
+            self._settled(time)
+
+    def _after_failure(self, time: float) -> None:
+        self._end_attempt(time)
+        self.phase = "settling"
+        if self.goal == "fail":
+            return
+        self.failure_count += 1
+        reasons = {str(rank): why for rank, why in sorted(self.failures.items())}
+        self._record(time, "attempt_failed", attempt=self.attempt, why=reasons)
+        self._events.append(events.AttemptFailed(time, self.attempt, dict(self.failures)))
+        if after_failure(self._failure_config, self.failure_count) == "fail":
+            self.goal = "fail"
+            self.reason = f"attempt {self.attempt} failed, and max_failures={self._failure_config.max_failures}"
+
+    def _end_attempt(self, time: float) -> None:
+        """Writes down what reports were incomplete, and owes nobody of this attempt anything any more."""
+        for report in sorted(self._pending):
+            pending = self._pending.pop(report)
+            if 0 in pending.metrics:
+                self._write_report(time, report, pending, is_whole=False)
+        self._owed.clear()
+
+    def _settled(self, time: float) -> None:
+        if self.goal == "go on":
+            self.failures = {}
+            self._look_or_start(time)
+            return
+        self.phase = "ended"
+        self._actions.append(Sweep(None))
+        if self.goal == "finish":
+            self._finish_or_fail(time)
+        if self.goal == "fail":
+            self._record(time, "failed", why=self.reason)
+
+    def _finish_or_fail(self, time: float) -> None:
+        self._retain(time)
+        attribute = self._checkpoint_config.checkpoint_score_attribute
+        if self._errors:
+            self.goal, self.reason = "fail", "; ".join(self._errors)
+        elif attribute is not None and self.committed and not self.scored:
+            there = sorted({name for held in self.committed for name in held.metrics})
+            self.goal = "fail"
+            self.reason = (
+                f"checkpoint_score_attribute is {attribute!r}, but no checkpoint was ever reported with it "
+                f"(metrics that were there: {', '.join(there) or 'none'})"
+            )
+        else:
+            self._record(time, "finished", return_value=self.return_value)
+
+    def _warn(self, time: float, message: str) -> None:
+        self._events.append(events.Warned(time, message))
