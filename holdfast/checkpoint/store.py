@@ -79,6 +79,7 @@ class _Layout(Protocol):
     def publish(self, commit: Commit, merged: Merge, manifest: Manifest) -> None: ...
     def manifest(self, number: int) -> bytes: ...
     def numbers(self) -> list[int]: ...
+    def taken(self) -> list[int]: ...
     def damage(self, manifest: Manifest, *, full: bool) -> list[str]: ...
     def in_use(self, number: int) -> bool: ...
     def remove(self, number: int) -> bool: ...
@@ -143,6 +144,10 @@ class CheckpointStore:
         """Returns the numbers under which there is a manifest, whole or not, ascending."""
         return self._layout.numbers()
 
+    def taken(self) -> list[int]:
+        """Returns the numbers under which there is anything at all, ascending."""
+        return self._layout.taken()
+
     def verify(self, number: int, *, full: bool = True) -> list[str]:
         """Returns what is wrong with a checkpoint, in words; nothing if it is whole.
 
@@ -204,9 +209,11 @@ class _Directories:
             raise NotFound(f"there is no checkpoint at {self._at(number)}") from error
 
     def numbers(self) -> list[int]:
-        names = [entry.name for entry in os.scandir(self._root)] if self._root.exists() else []
-        found = [number for name in names if (number := _number_of(name)) is not None]
-        return sorted(number for number in found if (self._at(number) / MANIFEST).exists())
+        return [number for number in self.taken() if (self._at(number) / MANIFEST).exists()]
+
+    def taken(self) -> list[int]:
+        names = os.listdir(self._root) if self._root.exists() else []
+        return sorted(number for name in names if (number := _number_of(name)) is not None)
 
     def damage(self, manifest: Manifest, *, full: bool) -> list[str]:
         at = self._at(manifest.number)
@@ -294,6 +301,10 @@ class _Objects:
     def numbers(self) -> list[int]:
         names = [entry.path.split("/") for entry in self._storage.list()]
         found = (_number_of(name[0]) for name in names if len(name) == 2 and name[1] == MANIFEST)
+        return sorted(number for number in found if number is not None)
+
+    def taken(self) -> list[int]:
+        found = {_number_of(entry.path.split("/")[0]) for entry in self._storage.list()}
         return sorted(number for number in found if number is not None)
 
     def damage(self, manifest: Manifest, *, full: bool) -> list[str]:

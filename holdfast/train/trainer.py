@@ -1,0 +1,279 @@
+"""Trainers: a training function, how many workers, where it is kept; `fit` carries it out."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from holdfast import events
+from holdfast.checkpoint.checkpoint import Checkpoint
+from holdfast.checkpoint.retention import best
+from holdfast.checkpoint.store import CheckpointStore
+from holdfast.engines.base import Engine, ProcessSpec
+from holdfast.engines.in_process import InProcessEngine
+from holdfast.engines.local import LocalEngine
+from holdfast.engines.logs import LogFollower
+from holdfast.errors import ConfigError, EngineError, TrainingFailedError
+from holdfast.observers.terminal import TerminalObserver
+from holdfast.run import experiment
+from holdfast.run.config import RunConfig, RunSpec, ScalingConfig
+from holdfast.run.controller import WORKER, Ownership, Place, RunController, now
+from holdfast.run.experiment import Experiment
+from holdfast.run.result import Result
+from holdfast.run.worker import takes_config
+from holdfast.storage import journal
+from holdfast.storage.journal import Journal
+
+_KIND = "train"
+
+
+class DataParallelTrainer:
+    """Runs a training function on several workers, and starts them again from the newest checkpoint when one dies.
+
+    Args:
+        train_loop_per_worker: what each worker does; takes `train_loop_config` or nothing.
+        train_loop_config: its configuration.
+        scaling_config: how many workers, and what each may use.
+        run_config: the name, where it is kept, what happens after failures.
+        resume_from_checkpoint: where to start from as long as the run has no checkpoint of its own.
+
+    Raises:
+        ConfigError: an argument that cannot be; nothing was written.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., object],
+        *,
+        train_loop_config: Mapping[str, Any] | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        resume_from_checkpoint: Checkpoint | None = None,
+    ) -> None:
+        self._scaling = _of_kind(scaling_config, ScalingConfig)
+        self._config = _of_kind(run_config, RunConfig)
+        if train_loop_config is not None and not isinstance(train_loop_config, Mapping):
+            raise ConfigError(f"train_loop_config is a {type(train_loop_config).__name__}; it must be a dict")
+        if resume_from_checkpoint is not None and not isinstance(resume_from_checkpoint, Checkpoint):
+            raise ConfigError(f"resume_from_checkpoint is a {type(resume_from_checkpoint).__name__}, not a Checkpoint")
+        _require_callable(train_loop_per_worker)
+        self._train_loop = train_loop_per_worker
+        self._train_loop_config = train_loop_config
+        self._resume_from = resume_from_checkpoint
+        if self._scaling.num_workers > 0:
+            LocalEngine.prepare([*sys.modules, *self.frameworks], max(1, int(self._scaling.cpus_per_worker)))
+
+    frameworks: Sequence[str] = ()
+    """Modules that workers need besides those the script has imported."""
+
+    def wrap(self, train_loop: Callable[..., object]) -> Callable[..., object]:
+        """Returns what workers call; a framework's trainer puts its set-up around the training function here."""
+        return train_loop
+
+    @property
+    def function_name(self) -> str:
+        """The training function's name: by it, one experiment is told from another."""
+        return str(getattr(self._train_loop, "__name__", type(self._train_loop).__name__))
+
+    def run_spec(self, params: Mapping[str, Any] | None = None) -> RunSpec:
+        """Returns this trainer's run as a value.
+
+        Args:
+            params: take the place of what `train_loop_config` has under the same names.
+
+        Raises:
+            ConfigError: the training function, or its configuration, cannot be pickled.
+        """
+        config = None if self._train_loop_config is None and not params else {**(self._train_loop_config or {}), **(params or {})}
+        start = self._resume_from
+        if start is not None and not Path(start.path).is_dir():
+            raise ConfigError(f"resume_from_checkpoint is {start}, but there is no such directory")
+        return RunSpec(
+            function=_pickled(self.wrap(self._train_loop), config, self.function_name),
+            function_name=self.function_name,
+            scaling=self._scaling,
+            failures=self._config.failure_config,
+            checkpoints=self._config.checkpoint_config,
+            env=dict(self._config.worker_env),
+            report_timeout_s=self._config.report_timeout_s,
+            start_from=None if start is None else start.path,
+            config=config,
+        )
+
+    def fit(self) -> Result:
+        """Carries the run out, from the newest checkpoint if there is one under its name; returns what it has kept.
+
+        Raises:
+            ConfigError, ExperimentError: it cannot be, or not under this name; nothing was written.
+            TrainingFailedError: it ended without finishing; carries the Result and each rank's traceback.
+        """
+        spec = self.run_spec()
+        found = experiment.find(self._config, _KIND, self.function_name)
+        if spec.scaling.num_workers == 0:
+            in_process = InProcessEngine()
+            return in_process.run(lambda: _carry_out(spec, found, self._config, in_process))
+        engine = LocalEngine()
+        _require_resources(engine, spec)
+        return _carry_out(spec, found, self._config, engine)
+
+
+def _carry_out(spec: RunSpec, found: Experiment, config: RunConfig, engine: Engine) -> Result:
+    with contextlib.ExitStack() as ending:
+        ending.callback(engine.close)
+        owned = Journal.open(found.storage, takeover=config.resume == "takeover")
+        ending.callback(owned.close)
+        experiment.begin(found, _KIND, spec.function_name)
+        place = Place(found.name, found.root, found.root)
+        store = CheckpointStore(found.storage)
+        controller = RunController(
+            spec, place, store, engine, Ownership(owned.epoch, owned.sync, owned.look), owned.earlier
+        )
+        ending.callback(controller.close)
+        owned.append([_about(spec, found)])
+        observers: list[events.Observer] = [TerminalObserver(sys.stdout, config.verbose)]
+        began = now()
+        _deliver(observers, [events.RunStarted(began, found.name, str(found.root), found.exists, spec.world_size)])
+        with _following(place, spec, config.verbose):
+            _drive(controller, owned, observers)
+        owned.sync()
+        result = _result(spec, place, store, controller)
+        _deliver(observers, [_last_event(controller, result, began)])
+        if result.error is not None:
+            raise result.error
+        return result
+
+
+def _drive(controller: RunController, owned: Journal, observers: list[events.Observer]) -> None:
+    """The loop of a run: what has happened is collected, written, and only then obeyed."""
+    while True:
+        try:
+            records = controller.collect()
+            if records:
+                owned.append(records)
+            _deliver(observers, controller.obey())
+            if controller.ended:
+                return
+            controller.wait()
+        except KeyboardInterrupt:
+            controller.interrupt("stopped by Ctrl-C; run the same script again to go on")
+
+
+def _about(spec: RunSpec, found: Experiment) -> dict[str, Any]:
+    return {
+        "kind": "run",
+        "time": now(),
+        "function": spec.function_name,
+        "world_size": spec.world_size,
+        "resources": {"CPU": spec.scaling.cpus_per_worker, "GPU": spec.scaling.gpus_per_worker},
+        "resumed": found.exists,
+    }
+
+
+def _deliver(observers: Sequence[events.Observer], happened: Sequence[events.Event]) -> None:
+    for event in happened:
+        events.deliver(observers, event)
+
+
+@contextlib.contextmanager
+def _following(place: Place, spec: RunSpec, verbose: int) -> Iterator[None]:
+    if verbose == 0 or spec.scaling.num_workers == 0:
+        yield
+        return
+    logs = {rank: (place.log(rank, "stdout"), place.log(rank, "stderr")) for rank in range(spec.world_size)}
+    follower = LogFollower(logs)
+    try:
+        yield
+    finally:
+        follower.close()
+
+
+def _result(spec: RunSpec, place: Place, store: CheckpointStore, controller: RunController) -> Result:
+    state = controller.state
+    metrics = {held.number: held.metrics for held in state.committed}
+    kept = best(state.candidates, spec.checkpoints.retention)
+    newest = state.committed[-1:]
+    result = Result(
+        metrics=state.metrics,
+        checkpoint=store.open(newest[0].number) if newest else None,
+        best_checkpoints=[(store.open(number), metrics[number]) for number in kept],
+        path=str(place.folder),
+        return_value=state.return_value if state.goal == "finish" else None,
+        config=spec.config,
+        records=lambda: journal.read(store.storage),
+    )
+    if state.goal == "finish":
+        return result
+    error = TrainingFailedError(_failure_message(state.reason, state.failures, place), result=result, failures=state.failures)
+    failed = replace(result, error=error)
+    error.result = failed
+    return failed
+
+
+def _failure_message(reason: str, failures: Mapping[int, str], place: Place) -> str:
+    ranks = "".join(f"\n\nrank {rank}:\n{text}" for rank, text in sorted(failures.items()))
+    return f"{reason}.{ranks}\n\nWhat was committed is kept in {place.folder}; a fit under the same name goes on from it."
+
+
+def _last_event(controller: RunController, result: Result, began: float) -> events.Event:
+    state = controller.state
+    if result.error is not None:
+        return events.RunFailed(now(), result.path, state.reason)
+    return events.RunFinished(now(), result.path, state.attempts_here, len(state.committed), now() - began)
+
+
+def _of_kind(value: Any, kind: type[Any]) -> Any:
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise ConfigError(f"{value!r} is given where a {kind.__name__} belongs")
+    return value
+
+
+def _require_callable(train_loop: object) -> None:
+    if not callable(train_loop):
+        raise ConfigError(f"train_loop_per_worker is a {type(train_loop).__name__}; it must be a function")
+    try:
+        takes_config(train_loop)
+    except TypeError as error:
+        raise ConfigError(f"train_loop_per_worker cannot be called: {error}") from error
+
+
+def _require_resources(engine: LocalEngine, spec: RunSpec) -> None:
+    scaling = spec.scaling
+    rank = ProcessSpec(WORKER, b"", "rank", cpus=scaling.cpus_per_worker, gpus=scaling.gpus_per_worker)
+    try:
+        engine.check([rank] * spec.world_size)
+    except EngineError as error:
+        engine.close()
+        raise ConfigError(str(error)) from error
+
+
+def _pickled(train_loop: Callable[..., object], config: Mapping[str, Any] | None, name: str) -> bytes:
+    import cloudpickle  # here: it takes 20 ms, which a script that only reads results does not owe
+
+    buffer = io.BytesIO()
+    try:
+        cloudpickle.CloudPickler(buffer).dump((train_loop, config))
+    except Exception as error:
+        _refuse_pickle(name, config, error)
+    return buffer.getvalue()
+
+
+def _refuse_pickle(name: str, config: Mapping[str, Any] | None, error: Exception) -> NoReturn:
+    import cloudpickle
+
+    what = f"the training function {name}, or something it uses,"
+    for key, value in (config or {}).items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            what = f"train_loop_config[{key!r}], a {type(value).__name__},"
+    raise ConfigError(
+        f"{what} cannot be sent to workers: {error}. Make such objects (open files, locks, connections, generators) inside "
+        "the training function"
+    ) from error
