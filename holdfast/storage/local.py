@@ -54,7 +54,7 @@ class LocalStorage:
 
     def put(self, path: str, data: bytes, *, if_absent: bool = False) -> None:
         target = self.root / checked(path)
-        with _translated("write", target):
+        with translated("write", target):
             with _new_file_beside(target) as (file, temporary):
                 write_all(file, data)
                 os.fsync(file)
@@ -66,22 +66,22 @@ class LocalStorage:
 
     def get(self, path: str) -> bytes:
         source = self.root / checked(path)
-        with _translated("read", source), _opened(source) as file:
+        with translated("read", source), _opened(source) as file:
             return b"".join(iter(lambda: os.read(file, _CHUNK_BYTES), b""))
 
     def download(self, path: str, target: Path) -> None:
         source = self.root / checked(path)
-        with _translated("read", source), _opened(source) as file, _translated("write", target):
+        with translated("read", source), _opened(source) as file, translated("write", target):
             _write_copy(file, Path(target), sync=False)
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         folder = self.root / checked(prefix) if prefix else self.root
-        with _translated("list", folder):
+        with translated("list", folder):
             yield from _files_below(folder, f"{prefix}/" if prefix else "")
 
     def delete(self, path: str) -> None:
         target = self.root / checked(path)
-        with _translated("delete", target), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        with translated("delete", target), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             os.unlink(target)
             sync_directory(target.parent)
 
@@ -89,7 +89,7 @@ class LocalStorage:
         self._put_copy(self.root / checked(source), self.root / checked(target))
 
     def _put_copy(self, source: Path, target: Path) -> None:
-        with _translated("read", source), _opened(source) as file, _translated("write", target):
+        with translated("read", source), _opened(source) as file, translated("write", target):
             _write_copy(file, target, sync=True)
             sync_directory(target.parent)
 
@@ -111,7 +111,7 @@ def remove_temporaries(folder: Path) -> None:
     """Removes what dead writers left in `folder`; for its owner only, since pids of other machines look dead."""
     for name in os.listdir(folder):
         match = _TEMPORARY.fullmatch(name)
-        if match and not _pid_exists(int(match[1])):
+        if match and not pid_exists(int(match[1])):
             with suppress(FileNotFoundError):
                 os.unlink(folder / name)
 
@@ -181,7 +181,7 @@ def make_directories(path: str | Path) -> None:
 
 
 @contextmanager
-def _translated(tried: str, path: str | Path) -> Iterator[None]:
+def translated(tried: str, path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -273,7 +273,7 @@ def _sync_path(path: str | Path, flags: int) -> None:
         os.close(file)
 
 
-def _pid_exists(pid: int) -> bool:
+def pid_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

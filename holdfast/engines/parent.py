@@ -1,0 +1,159 @@
+"""The driver's side of its warm parent: starts it, tells it what to import, opens connections with it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Iterable, Sequence
+
+from holdfast import plain
+from holdfast.engines import interpreter
+from holdfast.engines.connection import frame, pair
+from holdfast.errors import EngineError
+
+# What takes long to import and can be forked afterwards: not tensorflow and jax, whose imports start threads.
+HEAVY = (
+    "numpy",
+    "torch",
+    "scipy",
+    "pandas",
+    "pyarrow",
+    "sklearn",
+    "transformers",
+    "datasets",
+    "accelerate",
+    "lightning",
+    "pytorch_lightning",
+    "torchvision",
+    "keras",
+    "xgboost",
+    "lightgbm",
+    "cloudpickle",
+    "xxhash",
+)
+_END_TIMEOUT_S = 5.0
+
+
+class _Parent:
+    """One warm parent."""
+
+    def __init__(self, threads: int) -> None:
+        self.owner_pid = os.getpid()
+        self._modules: list[str] = []
+        self._socket, its_end = pair()
+        self._process = interpreter.start(
+            "holdfast.engines.warm", its_end, {"OMP_NUM_THREADS": str(threads), **os.environ}
+        )
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def load(self, modules: Iterable[str]) -> None:
+        new = [name for name in modules if name not in self._modules]
+        self._modules += new
+        if new:
+            self._tell({"import": new})
+
+    def open(self) -> socket.socket:
+        mine, its_end = pair()
+        with its_end:
+            self._tell({"engine": True}, its_end)
+        return mine
+
+    def _tell(self, request: plain.Plain, *sockets: socket.socket) -> None:
+        try:
+            socket.send_fds(self._socket, frame(plain.encode(request)), [sock.fileno() for sock in sockets])
+        except OSError as error:
+            raise EngineError(f"the process that starts workers {self.fate()}") from error
+
+    def fate(self) -> str:
+        try:
+            status = self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "closed its connection, but lives"
+        return f"ended with status {status}, with these modules to import: {', '.join(self._modules) or 'none'}"
+
+    def end(self) -> None:
+        self._socket.close()
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # in the middle of an import
+            self._process.kill()
+            self._process.wait()
+
+
+class _Nursery:
+    """The warm parent of this process: started when it is needed, and again when it has died."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._parent: _Parent | None = None
+        self._modules: list[str] = []
+        self._threads = 1
+
+    def prepare(self, modules: Iterable[str], threads: int) -> None:
+        with self._lock:
+            self._modules += [name for name in modules if name not in self._modules]
+            self._threads = threads
+            self._living().load(self._modules)
+
+    def open(self) -> socket.socket:
+        with self._lock:
+            parent = self._living()
+            parent.load(self._modules)
+            return parent.open()
+
+    def fate(self) -> str:
+        with self._lock:
+            return "is gone" if self._parent is None else self._parent.fate()
+
+    def _living(self) -> _Parent:
+        known = self._parent
+        if known is None or known.owner_pid != os.getpid() or not known.alive:
+            self._parent = known = _Parent(self._threads)
+        return known
+
+    def end(self) -> None:
+        if self._parent is not None and self._parent.owner_pid == os.getpid():
+            self._parent.end()
+            self._parent = None
+
+
+_nursery = _Nursery()
+atexit.register(_nursery.end)
+
+
+def prepare(modules: Iterable[str], threads: int = 1) -> None:
+    """Starts the warm parent in the background, and makes it import those of `modules` that are worth it."""
+    given = set(modules)
+    _nursery.prepare([name for name in HEAVY if name in given] + _own(given), threads)
+
+
+def _own(given: Iterable[str]) -> list[str]:
+    return sorted(name for name in given if name.startswith("holdfast.run.") or name.startswith("holdfast.train."))
+
+
+def connect() -> socket.socket:
+    """Returns a new connection with the warm parent, for one engine.
+
+    Raises:
+        EngineError: it could not be started.
+    """
+    try:
+        return _nursery.open()
+    except OSError as error:
+        raise EngineError(f"a process that starts workers was to be started: {error}") from error
+
+
+def fate() -> str:
+    """Says what became of the warm parent, for a message."""
+    return _nursery.fate()
+
+
+def known_heavy() -> Sequence[str]:
+    """Returns the modules that a warm parent imports if the script has imported them."""
+    return HEAVY
