@@ -242,6 +242,7 @@ class Held:
     metrics: Mapping[str, Any]
     size_bytes: int
     committed: bool = False
+    committing: bool = False
     durable: set[int] = field(default_factory=set)
     staged_at: float = 0.0
 
@@ -587,11 +588,19 @@ class RunState:
         if held is None or held.committed:
             return
         self._keeper_deaths = 0
-        was_durable = held.is_durable
         held.durable.add(event.rank)
-        if held.is_durable and not was_durable:
+        if held.is_durable:
             self._end_trouble(event.time, event.number, "persist")
-            self._actions.append(MakeCommit(event.number))
+        self._commit_in_order()
+
+    def _commit_in_order(self) -> None:
+        """Commits what is durable, but never before an older one: the newest committed one only ever gets newer."""
+        for held in sorted(self.held.values(), key=lambda held: held.number):
+            if not held.is_durable:
+                return
+            if not held.committed and not held.committing:
+                held.committing = True
+                self._actions.append(MakeCommit(held.number))
 
     def _on_committed(self, event: Committed) -> None:
         held = self.held.get(event.number)
@@ -661,6 +670,7 @@ class RunState:
         self._actions += [Remove((number,)), Discard(held.epoch, held.attempt, held.report)]
         self._errors.append(f"checkpoint {number} could not be kept: {reason}")
         self._events.append(events.CheckpointAbandoned(time, number, reason))
+        self._commit_in_order()
 
     def _end_trouble(self, time: float, number: int, step: str) -> None:
         trouble = self._trouble.get(number)

@@ -184,12 +184,13 @@ def _following(place: Place, spec: RunSpec, verbose: int) -> Iterator[None]:
     if verbose == 0 or spec.scaling.num_workers == 0:
         yield
         return
-    logs = {rank: (place.log(rank, "stdout"), place.log(rank, "stderr")) for rank in range(spec.world_size)}
-    follower = LogFollower(logs)
+    ranks = range(spec.world_size)
+    follower = LogFollower(*({rank: place.log(rank, stream) for rank in ranks} for stream in ("stdout", "stderr")))
+    follower.start()
     try:
         yield
     finally:
-        follower.close()
+        follower.stop()
 
 
 def _result(spec: RunSpec, place: Place, store: CheckpointStore, controller: RunController) -> Result:
