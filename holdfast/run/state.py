@@ -14,8 +14,9 @@ from the moment it came up.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from msgspec import Struct, field
 
 from holdfast import events
 from holdfast.checkpoint.retention import Candidate, forgettable, lookup
@@ -34,39 +35,34 @@ KEEPER_DEATHS_LIMIT = 5
 # ---------------------------------------------------------------------------------------------------------------- events
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(Struct, frozen=True):
     """Something that happened; `time` in seconds, never going back."""
 
     time: float
 
 
-@dataclass(frozen=True)
-class Begun(Event):
+class Begun(Event, frozen=True):
     """A driver begins to own this run. `taken`: the numbers under which something lies in storage."""
 
     taken: tuple[int, ...] = ()
     present: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Looked(Event):
+class Looked(Event, frozen=True):
     """A checkpoint was looked at before an attempt starts from it."""
 
     number: int
     problems: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class RankEvent(Event):
+class RankEvent(Event, frozen=True):
     """From a rank of an attempt; those of an older attempt are dropped."""
 
     attempt: int
     rank: int
 
 
-@dataclass(frozen=True)
-class Reported(RankEvent):
+class Reported(RankEvent, frozen=True):
     """A rank called `report` for the `report`-th time. `part_bytes`: None without a checkpoint."""
 
     report: int
@@ -76,45 +72,39 @@ class Reported(RankEvent):
     free_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class Returned(RankEvent):
+class Returned(RankEvent, frozen=True):
     """A rank's training function returned."""
 
     value: Any = None
 
 
-@dataclass(frozen=True)
-class Raised(RankEvent):
+class Raised(RankEvent, frozen=True):
     """A rank's training function raised."""
 
     traceback: str
 
 
-@dataclass(frozen=True)
-class Exited(RankEvent):
+class Exited(RankEvent, frozen=True):
     """A rank's process is gone."""
 
     how: str
 
 
-@dataclass(frozen=True)
-class GangRefused(Event):
+class GangRefused(Event, frozen=True):
     """The processes of an attempt could not be started."""
 
     attempt: int
     reason: str
 
 
-@dataclass(frozen=True)
-class Durable(Event):
+class Durable(Event, frozen=True):
     """The part of a rank survives the machine now."""
 
     number: int
     rank: int
 
 
-@dataclass(frozen=True)
-class Committed(Event):
+class Committed(Event, frozen=True):
     """A checkpoint exists. `in_use`: committed ones that a reader has open now."""
 
     number: int
@@ -124,8 +114,7 @@ class Committed(Event):
     in_use: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True)
-class StorageFailed(Event):
+class StorageFailed(Event, frozen=True):
     """A staged checkpoint could not be made durable or committed. `passing`: another try may succeed."""
 
     number: int
@@ -134,43 +123,37 @@ class StorageFailed(Event):
     step: Literal["persist", "commit"] = "persist"
 
 
-@dataclass(frozen=True)
-class KeeperDied(Event):
+class KeeperDied(Event, frozen=True):
     """The keeper's process is gone."""
 
 
-@dataclass(frozen=True)
-class Tick(Event):
+class Tick(Event, frozen=True):
     """Time has passed."""
 
 
 # --------------------------------------------------------------------------------------------------------------- actions
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(Struct, frozen=True):
     """Compare a committed checkpoint with its manifest."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class StartGang:
+class StartGang(Struct, frozen=True):
     """Start the workers of an attempt. `checkpoint`: the number to start from."""
 
     attempt: int
     checkpoint: int | None
 
 
-@dataclass(frozen=True)
-class StopGang:
+class StopGang(Struct, frozen=True):
     """End the workers of an attempt; each sends its `Exited`."""
 
     attempt: int
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(Struct, frozen=True):
     """Let a rank's `report` return, or raise `error`."""
 
     rank: int
@@ -179,37 +162,32 @@ class Answer:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class Tell:
+class Tell(Struct, frozen=True):
     """Tell every rank which checkpoint is the newest committed one."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class Persist:
+class Persist(Struct, frozen=True):
     """Have the keeper make the parts of a staged checkpoint durable. `anew`: it failed before."""
 
     number: int
     anew: bool = False
 
 
-@dataclass(frozen=True)
-class MakeCommit:
+class MakeCommit(Struct, frozen=True):
     """Make staged, durable parts a checkpoint."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class Remove:
+class Remove(Struct, frozen=True):
     """Remove checkpoints that were forgotten or abandoned."""
 
     numbers: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Discard:
+class Discard(Struct, frozen=True):
     """Remove what is left of the parts of one report: they were committed or abandoned."""
 
     epoch: int
@@ -217,8 +195,7 @@ class Discard:
     report: int
 
 
-@dataclass(frozen=True)
-class Sweep:
+class Sweep(Struct, frozen=True):
     """Remove everything staged but for one attempt: nothing else is needed any more."""
 
     keep_attempt: int | None
@@ -229,8 +206,7 @@ Action = Look | StartGang | StopGang | Answer | Tell | Persist | MakeCommit | Re
 # ----------------------------------------------------------------------------------------------------------------- state
 
 
-@dataclass
-class Held:
+class Held(Struct):
     """A checkpoint that was staged and is not forgotten."""
 
     number: int
@@ -251,15 +227,13 @@ class Held:
         return self.committed or self.durable.issuperset(self.ranks)
 
 
-@dataclass
-class _Rank:
+class _Rank(Struct):
     reports: int = 0
     returned: bool = False
     gone: bool = False
 
 
-@dataclass
-class _Pending:
+class _Pending(Struct):
     """A report that not every rank has made."""
 
     since: float
@@ -270,8 +244,7 @@ class _Pending:
     named: bool = False
 
 
-@dataclass
-class _Owed:
+class _Owed(Struct):
     """A rank that waits in `report` for a staged checkpoint."""
 
     rank: int
@@ -281,8 +254,7 @@ class _Owed:
     free_bytes: int
 
 
-@dataclass
-class _Trouble:
+class _Trouble(Struct):
     """A staged checkpoint that storage has refused."""
 
     since: float
