@@ -1,0 +1,104 @@
+"""How long `report` keeps the training function, and how soon what it got is durable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.figure import LIMIT, OURS, RAY_DEFAULT, Figure, Target, percentile
+from bench.side import Bench, Side, tried
+
+GIGABYTE = 10**9
+
+
+def figures(bench: Bench) -> list[Figure]:
+    """Measures every case of `scripts/reports.py`, or those named by `--only report:CASE`."""
+    made = _figures()
+    for round_, side in bench.interleaved():
+        for group in _groups(bench, side):
+            cases = {case: settings for case, settings in group.items() if bench.wants(case)}
+            if cases:
+                tried(
+                    side,
+                    f"report, {', '.join(cases)}",
+                    lambda s=side, c=cases, r=round_: _measure(bench, s, c, r, made),
+                )
+    return [figure for name, figure in made.items() if bench.wants(name.split("/")[0])]
+
+
+def _figures() -> dict[str, Figure]:
+    file, write = "1 GB", "the user's own write included on all sides"
+    return {
+        "metrics_only": Figure(
+            "report, metrics only: median", "ms", Target("value", 0.05), "limit: a message by socket"
+        ),
+        "metrics_only/p99": Figure("report, metrics only: p99", "ms", Target("value", 0.5)),
+        "small": Figure(
+            "report, 1 KB checkpoint: blocked", "ms", Target("value", 1), "steps of 0.1 s between; limit: a plain copy"
+        ),
+        "given": Figure(
+            f"report, {file} written into checkpoint_dir(): blocked",
+            "ms",
+            Target("value", 5),
+            "ray: its ASYNC upload; limit: a rename",
+        ),
+        "given/settled": Figure(
+            f"report, {file} given away: return to committed", "s", None, "ray: to uploaded, not durable"
+        ),
+        "copied": Figure(
+            f"report, {file} from a temporary directory: blocked", "s", Target("limit", 1.1), "limit: shutil.copytree"
+        ),
+        "durable": Figure(
+            f"report, {file}: durable and verified",
+            "s",
+            Target("limit", 1.2),
+            f"{write}; ray: its report, then one syncfs, nothing verified; limit: write + fsync",
+        ),
+        "files": Figure(
+            "report, 2,000 files of 64 KB: durable and verified",
+            "s",
+            Target("limit", 1.5),
+            f"{write}; ray: as above; limit: writing them + one syncfs",
+        ),
+    }
+
+
+def _groups(bench: Bench, side: Side) -> list[dict[str, Any]]:
+    """The cases and how often each is repeated; one script for each group. At most 5 GB lie on the disk at once."""
+    slow = side.name == RAY_DEFAULT
+    large = 2 if bench.quick else 4
+    count = {OURS: 5000, RAY_DEFAULT: 4}.get(side.name, 60)
+    return [
+        {
+            "metrics_only": {"n": count},
+            "small": {"n": 3 if slow else 30},
+            "files": {"n": 2 if slow else 5},
+            "given": {"n": large, "size_bytes": GIGABYTE},
+            "copied": {"n": large, "size_bytes": GIGABYTE},
+            "durable": {"n": large, "size_bytes": GIGABYTE},
+        }
+    ]
+
+
+def _measure(bench: Bench, side: Side, cases: dict[str, Any], round_: int, made: dict[str, Figure]) -> None:
+    run = bench.run(side, "reports", {"cases": cases})
+    for mark in run.marks:
+        _add(mark, side, made)
+
+
+def _add(mark: dict[str, Any], side: Side, made: dict[str, Figure]) -> None:
+    """Adds one mark. The limit is taken on our side where it runs: Ray's own processes would slow it."""
+    values, limit = mark["values"], mark["limit"]
+    if mark["name"] == "metrics":
+        made["metrics_only"].add(side.name, [1000 * value for value in values])
+        made["metrics_only/p99"].add(side.name, 1000 * percentile(values, 0.99))
+        _limit(made["metrics_only"], side, [1000 * value for value in limit])
+        return
+    scale = 1000 if mark["name"] in ("small", "given") else 1
+    made[mark["name"]].add(side.name, [scale * value for value in values])
+    _limit(made[mark["name"]], side, [scale * value for value in limit])
+    if mark["name"] == "given":
+        made["given/settled"].add(side.name, mark["settled"])
+
+
+def _limit(figure: Figure, side: Side, values: list[float]) -> None:
+    figure.add(LIMIT if side.name == OURS else f"{LIMIT} ({side.name})", values)
