@@ -1,0 +1,1 @@
+"""Directories that survive. Knows no run."""

@@ -1,0 +1,1 @@
+"""Readers of events. They cannot change the course."""
