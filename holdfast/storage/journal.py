@@ -222,8 +222,8 @@ class Journal:
             except StorageError as error:
                 self._flush_failure = error
                 self._dirty.set()
-            except OwnershipLost:
-                pass  # kept in `_end`
+            except Exception as error:  # OwnershipLost, or a mistake of ours: the next call must say so
+                self._end = self._end or error
             if self._end:
                 return
 
@@ -428,7 +428,7 @@ class _FileTail:
         try:
             local.sync_data(self._file)
         except OSError as error:
-            # Not transient, never repeated: the system may have dropped the bytes, and a second sync would find no fault.
+            # Not transient, never repeated: the system may have dropped the bytes; a second sync would find no fault.
             raise StorageError(
                 f"{local.storage_error('sync', self.place, error)}; the last records may be lost with the machine. "
                 "This journal takes no more records: start a new driver."
