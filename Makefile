@@ -37,10 +37,10 @@ test-crash: $(VENV)/installed-test
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-# $(1): extras. pip is quiet but for errors; the stamp is made only after success.
+# $(1): extras. With -qq pip shows errors and nothing else; the stamp is made only after success.
 define install
 @echo "Installing holdfast[$(1)] into $(VENV); the first time, this takes a minute or two"
-@$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(1)]'
+@$(RUN) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(1)]'
 @touch $@
 endef
 

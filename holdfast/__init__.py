@@ -6,7 +6,8 @@ Names load on first use: importing this package costs next to nothing, and loads
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False  # type checkers know this name; importing `typing` costs more than all the rest
 
 if TYPE_CHECKING:
     from holdfast import storage as storage
@@ -59,7 +60,7 @@ __all__ = [
 _ROOMS = ("storage", "train")
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     if name in _ROOMS:

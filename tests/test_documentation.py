@@ -1,4 +1,4 @@
-"""What the documents show, works: programs marked `<!-- runs: name -->`, commands of the Makefile, examples in docstrings."""
+"""What documents show, works: programs marked `<!-- runs: name -->`, commands, links, examples in docstrings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import holdfast
 
 ROOT = Path(__file__).parent.parent
-PAGES = [page for page in (ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")) if page.exists()]
+PAGES = sorted(ROOT.glob("*.md"))
 MARKED = re.compile(r"<!-- runs: (\w+) -->\n+```python\n(.*?)```", re.DOTALL)
 PROGRAMS = {name: program for page in PAGES for name, program in MARKED.findall(page.read_text())}
 MODULES = [found.name for found in pkgutil.walk_packages(holdfast.__path__, "holdfast.")]

@@ -30,7 +30,6 @@ ERRORS = {
 }
 PUBLIC = {
     "holdfast": ERRORS | {"Checkpoint", "__version__", "storage", "train"},
-    "holdfast.errors": ERRORS,
     "holdfast.train": {
         "Checkpoint",
         "CheckpointConfig",
