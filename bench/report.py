@@ -68,9 +68,12 @@ def _cases(bench: Bench, side: Side) -> dict[str, dict[str, int]]:
 
 
 def _measure(bench: Bench, side: Side, cases: dict[str, dict[str, int]], made: dict[str, Figure]) -> None:
-    run = bench.run(side, "reports", {"cases": cases})
-    for mark in run.marks:
-        _add(mark, side, made)
+    with bench.started(side, "reports", {"cases": cases}) as run:
+        try:
+            run.wait(timeout_s=600)
+        finally:
+            for mark in run.marks:
+                _add(mark, side, made)
 
 
 def _add(mark: dict[str, Any], side: Side, made: dict[str, Figure]) -> None:

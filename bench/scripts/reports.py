@@ -43,7 +43,7 @@ class Place:
         os.sync()
 
     def there(self):
-        directories = list(self.run.glob("checkpoint_*"))
+        directories = list(self.run.glob("checkpoint_[0-9]*"))
         if GIVES_AWAY:
             return sum((directory / ".holdfast.json").exists() for directory in directories)
         return sum(_size_bytes(directory) >= self.size_bytes for directory in directories)
