@@ -7,6 +7,7 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 from bench.figure import LIMIT, OURS, RAY_DEFAULT, Figure, Target
 from bench.side import REPOSITORY, Bench, Side, note
@@ -57,10 +58,10 @@ def _probe(side: Side, round_: int, figures: tuple[Figure, Figure, Figure, Figur
         package.add(side.name, alone["seconds"])
         train.add(side.name, with_train["seconds"])
         memory.add(side.name, with_train["bytes"] / 1e6)
-        loaded.add(side.name, [len(set(with_train["modules"]) & set(FRAMEWORKS) - {side.root})])
+        loaded.add(side.name, len(set(with_train["modules"]) & set(FRAMEWORKS) - {side.root}))
 
 
-def _imported(python: Path, statement: str) -> dict[str, float]:
+def _imported(python: Path, statement: str) -> dict[str, Any]:
     done = subprocess.run(
         [python, "-c", PROBE.format(statement=statement)],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -69,7 +70,8 @@ def _imported(python: Path, statement: str) -> dict[str, float]:
         text=True,
         check=True,
     )
-    return json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def _bare_s(bench: Bench) -> float:

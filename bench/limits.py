@@ -117,7 +117,9 @@ def message_s(count: int) -> list[float]:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     seconds = []
     for step in range(count):
-        seconds.append(timed(lambda step=step: here.sendall(json.dumps({"loss": 0.5, "step": step}).encode())))
+        start = time.perf_counter()
+        here.sendall(json.dumps({"loss": 0.5, "step": step}).encode())
+        seconds.append(time.perf_counter() - start)
         there.recv(4096)
     here.close()
     there.close()

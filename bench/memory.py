@@ -23,16 +23,15 @@ def figures(bench: Bench) -> list[Figure]:
             "memory: driver and keeper above the script's imports",
             "MB PSS",
             Target("value", 60),
-            "ray: driver and all its processes but the training workers and their controller's group",
+            "ray: all its processes but the training workers",
         ),
         "driver": Figure("memory: the driver alone, above the script's imports", "MB PSS"),
         "parent": Figure("memory: the clean parent, with what it has imported", "MB PSS"),
         "tree": Figure("memory: everything, script and workers included", "MB PSS"),
         "count": Figure("processes, script and workers included", ""),
     }
-    made["system"].note = "ray: all its processes but the training workers"
     for _, side in bench.interleaved():
-        tried(side, "memory", lambda s=side: _measure(bench, s, made))
+        tried(side, "memory", _measure, bench, side, made)
     return list(made.values())
 
 

@@ -34,7 +34,7 @@ def figures(bench: Bench) -> list[Figure]:
     for _, side in bench.interleaved():
         for size in SIZES:
             if bench.wants(size):
-                tried(side, f"resume, {size}", lambda s=side, z=size: _measure(bench, s, z, step[z], without[z]))
+                tried(side, f"resume, {size}", _measure, bench, side, size, step[size], without[size])
     per_gb = _per_gb(without, [side.name for side in bench.sides])
     return [step["20MB"], without["20MB"], step["1GB"], without["1GB"], per_gb]
 

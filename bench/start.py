@@ -14,7 +14,7 @@ IMPORTS = "import os, tempfile, numpy, torch, torch.nn, torch.optim"
 def figures(bench: Bench) -> list[Figure]:
     """Measures the whole process, the first gang and a second gang of the same script."""
     whole = Figure(
-        "toy on two workers, whole process", "s", Target("ray", 5), "limit: bare import of its modules, process"
+        "toy on two workers, whole process", "s", Target("ray", 5), "limit: a process that imports its modules"
     )
     first = Figure(
         "toy, construction of the trainer to the function's first line",
@@ -29,8 +29,8 @@ def figures(bench: Bench) -> list[Figure]:
         process_s, import_s = _bare_import(side)
         whole.add(LIMIT, process_s)
         first.add(LIMIT, import_s)
-        tried(side, "start", lambda side=side: _once(bench, side, whole, first))
-        tried(side, "start, two gangs", lambda side=side: _twice(bench, side, second))
+        tried(side, "start", _once, bench, side, whole, first)
+        tried(side, "start, two gangs", _twice, bench, side, second)
     return [whole, first, second]
 
 
@@ -46,7 +46,8 @@ def _twice(bench: Bench, side: Side, second: Figure) -> None:
 
 
 def _first_line(run: Run, fit: int) -> float:
-    return max(mark["t"] for mark in run.named("first line") if mark["fit"] == fit)
+    lines: list[float] = [mark["t"] for mark in run.named("first line") if mark["fit"] == fit]
+    return max(lines)
 
 
 def _bare_import(side: Side) -> tuple[float, float]:
@@ -54,4 +55,5 @@ def _bare_import(side: Side) -> tuple[float, float]:
     start = time.monotonic()
     program = f"import time; t = time.perf_counter(); {IMPORTS}; print(time.perf_counter() - t)"
     done = subprocess.run([side.python, "-c", program], check=True, capture_output=True, text=True, cwd="/")
-    return time.monotonic() - start, float(done.stdout)
+    seconds = time.monotonic() - start
+    return seconds, float(done.stdout)

@@ -43,7 +43,7 @@ class Place:
         os.sync()
 
     def there(self):
-        directories = list(self.run.glob("checkpoint_*"))
+        directories = list(self.run.glob("checkpoint_[0-9]*"))
         if GIVES_AWAY:
             return sum((directory / ".holdfast.json").exists() for directory in directories)
         return sum(_size_bytes(directory) >= self.size_bytes for directory in directories)
@@ -116,14 +116,13 @@ def _settled_copy_s(directory, place):
 
 def durable(config, place):
     """From the first byte of the user's own write until the checkpoint survives a power cut."""
-    _durable(
-        config, place, "durable", lambda d: limits.write(d / "state.bin", config["size_bytes"]), config["size_bytes"]
-    )
+    size_bytes = config["size_bytes"]
+    _durable(config, place, "durable", lambda directory: limits.write(directory / "state.bin", size_bytes), size_bytes)
 
 
 def files(config, place):
     """As `durable`, for 2,000 files of 64 KB."""
-    _durable(config, place, "files", lambda d: limits.write_many(d, 2000, 64 << 10), 2000 * (64 << 10))
+    _durable(config, place, "files", lambda directory: limits.write_many(directory, 2000, 64 << 10), 2000 * (64 << 10))
 
 
 def _durable(config, place, name, write, size_bytes):

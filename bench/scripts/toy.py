@@ -1,4 +1,4 @@
-"""One linear layer under DDP on random numbers, a checkpoint in every epoch: the smallest script of the documentation."""
+"""One linear layer under DDP on random numbers, a checkpoint in every epoch: the smallest useful script."""
 
 import os
 import tempfile
