@@ -9,25 +9,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+from msgspec import Struct
 
-@dataclass(frozen=True)
-class Event:
+
+class Event(Struct, frozen=True, kw_only=True):
     """Something that happened.
 
     Attributes:
         time: when, in seconds since 1970.
     """
 
-    _: KW_ONLY
     time: float
 
 
-@dataclass(frozen=True)
-class RunStarted(Event):
+class RunStarted(Event, frozen=True):
     """A driver has the run in its hands; `resumed`: it goes on with an earlier one."""
 
     name: str
@@ -36,8 +34,7 @@ class RunStarted(Event):
     world_size: int
 
 
-@dataclass(frozen=True)
-class AttemptStarted(Event):
+class AttemptStarted(Event, frozen=True):
     """A gang of workers was started, from the checkpoint of this number or from the beginning (None)."""
 
     attempt: int
@@ -45,8 +42,7 @@ class AttemptStarted(Event):
     checkpoint: int | None
 
 
-@dataclass(frozen=True)
-class Reported(Event):
+class Reported(Event, frozen=True):
     """The training function has called `report`; the metrics are those of rank 0."""
 
     attempt: int
@@ -54,8 +50,7 @@ class Reported(Event):
     metrics: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class CheckpointCommitted(Event):
+class CheckpointCommitted(Event, frozen=True):
     """A checkpoint exists, whole and durable, `seconds` after its report."""
 
     number: int
@@ -65,53 +60,46 @@ class CheckpointCommitted(Event):
     seconds: float
 
 
-@dataclass(frozen=True)
-class CheckpointAbandoned(Event):
+class CheckpointAbandoned(Event, frozen=True):
     """A checkpoint that had a number will never exist."""
 
     number: int
     reason: str
 
 
-@dataclass(frozen=True)
-class DamageFound(Event):
+class DamageFound(Event, frozen=True):
     """A committed checkpoint is not what its manifest says; it is not used."""
 
     number: int
     reason: str
 
 
-@dataclass(frozen=True)
-class AttemptFailed(Event):
+class AttemptFailed(Event, frozen=True):
     """The workers of an attempt have ended before the training function did; `reasons` by rank."""
 
     attempt: int
     reasons: Mapping[int, str]
 
 
-@dataclass(frozen=True)
-class Waiting(Event):
+class Waiting(Event, frozen=True):
     """The run cannot go on without `what`: `space on the storage`, `a report of rank 1`."""
 
     what: str
 
 
-@dataclass(frozen=True)
-class WaitingOver(Event):
+class WaitingOver(Event, frozen=True):
     """What the run was waiting for is there."""
 
     what: str
 
 
-@dataclass(frozen=True)
-class Warned(Event):
+class Warned(Event, frozen=True):
     """Something that a person should know; nothing was lost."""
 
     message: str
 
 
-@dataclass(frozen=True)
-class RunFinished(Event):
+class RunFinished(Event, frozen=True):
     """The training function has returned on every rank, and all its checkpoints are committed."""
 
     path: str
@@ -120,8 +108,7 @@ class RunFinished(Event):
     seconds: float
 
 
-@dataclass(frozen=True)
-class RunFailed(Event):
+class RunFailed(Event, frozen=True):
     """The run has ended without finishing."""
 
     path: str

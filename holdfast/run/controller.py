@@ -170,9 +170,9 @@ class RunController:
         elif kind == "publish":
             self._tell_gang({"t": "published", "key": message["key"], "value": message["value"]})
         elif kind == "waiting":
-            self._events.append(events.Waiting(at, message["what"]))
+            self._events.append(events.Waiting(message["what"], time=at))
         elif kind == "waited":
-            self._events.append(events.WaitingOver(at, message["what"]))
+            self._events.append(events.WaitingOver(message["what"], time=at))
 
     def _take_in_keeper(self, arrived: Message | Exit) -> None:
         at = now()

@@ -211,7 +211,7 @@ class Session:
                 if error.errno not in _NO_SPACE or time.monotonic() + delay_s > deadline:
                     raise failure from error
             if not waiting:
-                waiting = f"rank {self._rank} {failure}"
+                waiting = f"space for a checkpoint of rank {self._rank} ({failure})"
                 self.send({"t": "waiting", "what": waiting})
             time.sleep(delay_s)
             delay_s = min(2 * delay_s, 5.0)

@@ -443,7 +443,7 @@ class RunState:
         if event.problems:
             why = "; ".join(event.problems[:3])
             self._record(event.time, "damaged", number=event.number, why=why)
-            self._events.append(events.DamageFound(event.time, event.number, why))
+            self._events.append(events.DamageFound(event.number, why, time=event.time))
             self._look_or_start(event.time)
         else:
             self._start_attempt(event.time, self.held[event.number])
@@ -472,7 +472,7 @@ class RunState:
         self._ranks = [_Rank() for _ in range(self._world_size)]
         self.phase = "running"
         self._actions += [StartGang(self.attempt, self.start), Sweep(self.attempt)]
-        self._events.append(events.AttemptStarted(time, self.attempt, self._world_size, self.start))
+        self._events.append(events.AttemptStarted(self.attempt, self._world_size, self.start, time=time))
 
     def _on_gangrefused(self, event: GangRefused) -> None:
         if event.attempt == self.attempt and self.phase == "running":
@@ -531,7 +531,7 @@ class RunState:
                 self._owed.append(_Owed(rank, report, number, rank in pending.sync, pending.free_bytes))
         else:
             self._record(time, "report", **values)
-        self._events.append(events.Reported(time, self.attempt, values["iteration"], values["metrics"]))
+        self._events.append(events.Reported(self.attempt, values["iteration"], values["metrics"], time=time))
 
     def _pay(self) -> None:
         """Answers every rank whose answer is due now."""
@@ -584,7 +584,9 @@ class RunState:
         self._in_use = event.in_use
         seconds = event.time - held.staged_at
         self._events.append(
-            events.CheckpointCommitted(event.time, event.number, event.path, event.size_bytes, held.metrics, seconds)
+            events.CheckpointCommitted(
+                event.number, event.path, event.size_bytes, held.metrics, seconds, time=event.time
+            )
         )
         for conflict in event.conflicts:
             self._warn(event.time, f"checkpoint {event.number}: {conflict}")
@@ -630,7 +632,7 @@ class RunState:
             self._abandon(event.time, event.number, event.reason)
             return
         if trouble.tries == 0:
-            self._events.append(events.Waiting(event.time, self._trouble_name(event.number) + f": {event.reason}"))
+            self._events.append(events.Waiting(f"{self._trouble_name(event.number)} ({event.reason})", time=event.time))
         trouble.step = event.step
         trouble.retry_at = event.time + min(0.25 * 2**trouble.tries, 15.0)
         trouble.tries += 1
@@ -641,18 +643,18 @@ class RunState:
         self._record(time, "abandoned", number=number, why=reason)
         self._actions += [Remove((number,)), Discard(held.epoch, held.attempt, held.report)]
         self._errors.append(f"checkpoint {number} could not be kept: {reason}")
-        self._events.append(events.CheckpointAbandoned(time, number, reason))
+        self._events.append(events.CheckpointAbandoned(number, reason, time=time))
         self._commit_in_order()
 
     def _end_trouble(self, time: float, number: int, step: str) -> None:
         trouble = self._trouble.get(number)
         if trouble is not None and trouble.step == step:
             del self._trouble[number]
-            self._events.append(events.WaitingOver(time, self._trouble_name(number)))
+            self._events.append(events.WaitingOver(self._trouble_name(number), time=time))
 
     @staticmethod
     def _trouble_name(number: int) -> str:
-        return f"storage does not take checkpoint {number}"
+        return f"storage to take checkpoint {number}"
 
     def _on_keeperdied(self, event: KeeperDied) -> None:
         self._keeper_deaths += 1
@@ -681,7 +683,7 @@ class RunState:
         what = f"rank {', '.join(map(str, sorted(pending.parts)))} in report {report + 1} for rank {missing}"
         if not pending.named:
             pending.named = True
-            self._events.append(events.Waiting(time, f"{what}: every rank must call report as often"))
+            self._events.append(events.Waiting(f"{what}: every rank must call report as often", time=time))
         if waited >= self._report_timeout_s:
             self.goal = "fail"
             self.reason = f"{what} waited {waited:.0f} s (report_timeout_s): call report on every rank, equally often"
@@ -731,7 +733,7 @@ class RunState:
         self.failure_count += 1
         reasons = {str(rank): why for rank, why in sorted(self.failures.items())}
         self._record(time, "attempt_failed", attempt=self.attempt, why=reasons)
-        self._events.append(events.AttemptFailed(time, self.attempt, dict(self.failures)))
+        self._events.append(events.AttemptFailed(self.attempt, dict(self.failures), time=time))
         if after_failure(self._failure_config, self.failure_count) == "fail":
             self.goal = "fail"
             self.reason = f"attempt {self.attempt} failed, and max_failures={self._failure_config.max_failures}"
@@ -772,4 +774,4 @@ class RunState:
             self._record(time, "finished", return_value=self.return_value)
 
     def _warn(self, time: float, message: str) -> None:
-        self._events.append(events.Warned(time, message))
+        self._events.append(events.Warned(message, time=time))

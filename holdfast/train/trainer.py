@@ -137,7 +137,7 @@ def _carry_out(spec: RunSpec, found: Experiment, config: RunConfig, engine: Engi
         owned.append([_about(spec, found)])
         observers: list[events.Observer] = [TerminalObserver(sys.stdout, config.verbose)]
         began = now()
-        _deliver(observers, [events.RunStarted(began, found.name, str(found.root), found.exists, spec.world_size)])
+        _deliver(observers, [events.RunStarted(found.name, str(found.root), found.exists, spec.world_size, time=began)])
         with _following(place, spec, config.verbose):
             _drive(controller, owned, observers)
         owned.sync()
@@ -223,8 +223,8 @@ def _failure_message(reason: str, failures: Mapping[int, str], place: Place) -> 
 def _last_event(controller: RunController, result: Result, began: float) -> events.Event:
     state = controller.state
     if result.error is not None:
-        return events.RunFailed(now(), result.path, state.reason)
-    return events.RunFinished(now(), result.path, state.attempts_here, len(state.committed), now() - began)
+        return events.RunFailed(result.path, state.reason, time=now())
+    return events.RunFinished(result.path, state.attempts_here, len(state.committed), now() - began, time=now())
 
 
 def _of_kind(value: Any, kind: type[Any]) -> Any:
