@@ -680,13 +680,17 @@ class RunState:
 
     def _name_missing(self, time: float, report: int, pending: _Pending, waited: float) -> None:
         missing = [n for n, rank in enumerate(self._ranks) if rank.reports <= report and not rank.returned]
-        what = f"rank {', '.join(map(str, sorted(pending.parts)))} in report {report + 1} for rank {missing}"
+        here, away = (", ".join(map(str, ranks)) for ranks in (sorted(pending.parts), missing))
         if not pending.named:
             pending.named = True
-            self._events.append(events.Waiting(f"{what}: every rank must call report as often", time=time))
+            what = f"rank {away} to call report: rank {here} is in its report number {report + 1}"
+            self._events.append(events.Waiting(what, time=time))
         if waited >= self._report_timeout_s:
             self.goal = "fail"
-            self.reason = f"{what} waited {waited:.0f} s (report_timeout_s): call report on every rank, equally often"
+            self.reason = (
+                f"rank {here} waited {waited:.0f} s (report_timeout_s) in its report number {report + 1} for rank {away}: "
+                "call report on every rank, equally often"
+            )
             self._stop(time)
 
     # ---- ends
