@@ -123,6 +123,21 @@ def test_a_failed_sync_ends_the_journal_and_is_never_repeated(
             call()
 
 
+def test_what_a_take_over_read_is_made_durable_before_its_length_is_written_down(
+    storage: LocalStorage, open_journal: OpenJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_journal().append(numbered(1))
+    before = contents(storage)
+    with monkeypatch.context() as broken:
+        broken.setattr(local, "sync_file", raising(errno.EIO))
+        with pytest.raises(StorageError, match="could not sync .*00000001.jsonl"):
+            open_journal()
+    claimed = contents(storage)
+    assert len(claimed) == 2
+    assert before.items() <= claimed.items()
+    assert b"previous" not in claimed["journal/00000002.jsonl"]
+
+
 def test_a_sync_that_fails_in_the_background_is_raised_by_the_next_append(
     open_journal: OpenJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
