@@ -130,7 +130,7 @@ def test_what_a_take_over_read_is_made_durable_before_its_length_is_written_down
     before = contents(storage)
     with monkeypatch.context() as broken:
         broken.setattr(local, "sync_file", raising(errno.EIO))
-        with pytest.raises(StorageError, match="could not sync .*00000001.jsonl"):
+        with pytest.raises(StorageError, match=r"could not sync .*00000001.jsonl"):
             open_journal()
     claimed = contents(storage)
     assert len(claimed) == 2
