@@ -12,7 +12,7 @@ and its length is counted in objects. Line 1, or object 0, is the claim. A claim
 (its owner died between) carries nothing, and the one before it is read instead.
 
 A line is `[<length of the record>, "<its xxh3_64>", <record>]`. In a file a torn tail is cut when it is read, and stays
-where it is; objects are whole or not there.
+where it is. Objects are whole or not there: each begins with a record that counts the others.
 
 On NFS the look must not be answered from the client's cache: mount with `lookupcache=positive`.
 """
@@ -37,7 +37,7 @@ from holdfast.storage.local import LocalStorage
 
 Record = dict[str, Any]
 
-_OWN_KINDS = ("owner", "previous", "closed")
+_OWN_KINDS = ("owner", "previous", "closed", "object")
 _FILE_GROUP_AGE_S = 0.04  # leaves the disk 10 ms of the 50 that are promised
 _OBJECT_GROUP_AGE_S = 1.0
 _open_here: set[str] = set()  # stamps of the journals that this process owns
@@ -100,6 +100,7 @@ class Journal:
 
         Raises:
             DriverAlive: the owner is alive on this machine.
+            OwnershipLost: another one took over at once.
             JournalDamaged: a record is not what was written.
         """
         segments = _segments(storage, folder)
@@ -180,7 +181,7 @@ class Journal:
         _open_here.discard(self._stamp)
 
     def _write(self, records: Sequence[Record]) -> None:
-        lines = b"".join(map(_line, records))
+        lines = [_line(record) for record in records]
         with self._append_lock:
             self._check_end()
             self._raise_flush_failure()
@@ -267,7 +268,7 @@ class _Tail(Protocol):
     group_age_s: float
     hands_over: bool  # whether what was written survives this process before it is flushed
 
-    def write(self, lines: bytes) -> None: ...
+    def write(self, lines: list[bytes]) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -416,13 +417,14 @@ class _FileTail:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
             self._size = os.fstat(self._file).st_size
 
-    def write(self, lines: bytes) -> None:
+    def write(self, lines: list[bytes]) -> None:
+        data = b"".join(lines)
         try:
-            local.write_all(self._file, lines)
+            local.write_all(self._file, data)
         except OSError as error:
             self._cut_torn_write()
             raise local.storage_error("append to", self.place, error) from error
-        self._size += len(lines)
+        self._size += len(data)
 
     def flush(self) -> None:
         try:
@@ -462,11 +464,10 @@ class _ObjectSegments:
         return _get_if_there(self._storage, self._name(epoch, 0)) is not None
 
     def claim(self, epoch: int, line: bytes) -> None:
-        _put_once(self._storage, self._name(epoch, 0), line)
+        _put_once(self._storage, self._name(epoch, 0), _object([line]))
 
     def read_owner(self, epoch: int) -> Record | None:
-        name = self._name(epoch, 0)
-        return _parse(self._storage.get(name), self._place(name), may_be_torn=False)[0][0]
+        return self._records(self._name(epoch, 0), self._storage.get(self._name(epoch, 0)))[0]
 
     def read(self, epoch: int, length: int | None) -> tuple[list[Record], int]:
         records: list[Record] = []
@@ -479,9 +480,15 @@ class _ObjectSegments:
                 if length is None and sequence > 0:
                     break
                 raise JournalDamaged(f"{self._place(name)} is missing; the journal refers to it") from error
-            records += _parse(data, self._place(name), may_be_torn=False)[0]
+            records += self._records(name, data)
             sequence += 1
         return records, sequence
+
+    def _records(self, name: str, data: bytes) -> list[Record]:
+        lines, _ = _parse(data, self._place(name), may_be_torn=False)
+        if not lines or lines[0].get("records") != len(lines) - 1:
+            raise JournalDamaged(f"{self._place(name)} has {len(lines)} lines, not as many as line 1 counts")
+        return lines[1:]
 
     def settle(self, reach: _Reach) -> None:
         """Every object is durable."""
@@ -507,12 +514,12 @@ class _ObjectTail:
         self._next_claim = next_claim
         self._sequence = 1
         self._object = b""  # what is being put: the same bytes until it is there, since a late put may still land
-        self._waiting: list[bytes] = []
+        self._waiting: list[bytes] = []  # lines
         self._lock = threading.Lock()
 
-    def write(self, lines: bytes) -> None:
+    def write(self, lines: list[bytes]) -> None:
         with self._lock:
-            self._waiting.append(lines)
+            self._waiting += lines
 
     def flush(self) -> None:
         while self._object or self._take_waiting():
@@ -532,7 +539,7 @@ class _ObjectTail:
     def _take_waiting(self) -> bytes:
         with self._lock:
             waiting, self._waiting = self._waiting, []
-        self._object = b"".join(waiting)
+        self._object = _object(waiting) if waiting else b""
         return self._object
 
 
@@ -579,6 +586,10 @@ def _get_if_there(storage: Storage, name: str) -> bytes | None:
 
 def _line(record: Record) -> bytes:
     return _framed(plain.encode(record))
+
+
+def _object(lines: list[bytes]) -> bytes:
+    return b"".join([_line({"kind": "object", "records": len(lines)}), *lines])
 
 
 def _framed(body: bytes) -> bytes:
