@@ -237,10 +237,10 @@ def _attempts(attempts: list[Attempt]) -> Iterator[str]:
 
 
 def _accuracies(show: Show) -> Iterator[str]:
-    for earlier, later in zip(show.attempts, show.attempts[1:], strict=False):
+    for earlier, later, death in zip(show.attempts, show.attempts[1:], ("the worker's", "the driver's"), strict=False):
         if earlier.accuracies and later.accuracies:
-            yield f"{earlier.accuracies[-1]:.3f} when {earlier.end}; {later.accuracies[0]:.3f} one epoch later"
-    yield f"{show.finished['accuracy']:.3f} at the end, on images the net has not learned from"
+            yield f"{earlier.accuracies[-1]:.3f} before {death} death, {later.accuracies[0]:.3f} an epoch after it"
+    yield f"{show.finished['accuracy']:.3f} at the end; always on images the net has not learned from"
 
 
 def _checkpoint(checkpoint: Kept, best: str) -> str:
