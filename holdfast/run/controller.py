@@ -190,6 +190,7 @@ class RunController:
 
     def _do_startgang(self, action: state.StartGang) -> None:
         checkpoint = self._spec.start_from if action.checkpoint is None else self._store.open(action.checkpoint).path
+        self._place.staging(self._own.epoch, action.attempt).mkdir(parents=True, exist_ok=True)
         try:
             self._gang = self._engine.start_gang(
                 [self._process(rank, action.attempt, checkpoint) for rank in range(self._spec.world_size)]

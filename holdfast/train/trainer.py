@@ -18,7 +18,7 @@ from holdfast.engines.base import Engine, ProcessSpec
 from holdfast.engines.in_process import InProcessEngine
 from holdfast.engines.local import LocalEngine
 from holdfast.engines.logs import LogFollower
-from holdfast.errors import ConfigError, EngineError, TrainingFailedError
+from holdfast.errors import ConfigError, EngineError, ExperimentError, TrainingFailedError
 from holdfast.observers.terminal import TerminalObserver
 from holdfast.run import experiment
 from holdfast.run.config import RunConfig, RunSpec, ScalingConfig
@@ -130,6 +130,7 @@ def _carry_out(spec: RunSpec, found: Experiment, config: RunConfig, engine: Engi
         experiment.begin(found, _KIND, spec.function_name)
         place = Place(found.name, found.root, found.root)
         store = CheckpointStore(found.storage)
+        _require_journal(owned, store, found)
         controller = RunController(
             spec, place, store, engine, Ownership(owned.epoch, owned.sync, owned.look), owned.earlier
         )
@@ -146,6 +147,16 @@ def _carry_out(spec: RunSpec, found: Experiment, config: RunConfig, engine: Engi
         if result.error is not None:
             raise result.error
         return result
+
+
+def _require_journal(owned: Journal, store: CheckpointStore, found: Experiment) -> None:
+    there = store.list()
+    if there and not any(record["kind"] == "staged" for record in owned.earlier):
+        raise ExperimentError(
+            f"{found.root} has {len(there)} checkpoints, but its journal names none: it was lost or cut. Restore "
+            f"{found.root / 'journal'} from a copy, or begin under another name with "
+            f"resume_from_checkpoint={store.open(there[-1])!r}"
+        )
 
 
 def _drive(controller: RunController, owned: Journal, observers: list[events.Observer]) -> None:
