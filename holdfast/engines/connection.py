@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import struct
@@ -18,6 +19,7 @@ from holdfast.engines.base import Channel, ChannelClosed
 _SIZE = struct.Struct("<I")
 _BUFFER_BYTES = 4 << 20  # what the kernel grants is less, unless its wmem_max was raised
 _CHUNK_BYTES = 1 << 16
+_SLICE_S = 0.25
 _LARGEST_BYTES = (1 << 32) - 1
 
 
@@ -124,9 +126,9 @@ class Connection:
                 raise
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self._arrived:
-            if deadline is not None and not self._wait_readable(deadline):
+            if not self._wait_readable(deadline):
                 return None
             try:
                 self._arrived.extend(self._frames.read(self._socket))
@@ -135,12 +137,23 @@ class Connection:
         return self._arrived.popleft()
 
     def _wait_readable(self, deadline: float) -> bool:
-        return bool(self._readable.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            # in slices: Python runs no handler for a signal that came just before a call that blocks
+            if self._readable.poll(min(left_s, _SLICE_S) * 1000):
+                return True
+            if left_s <= _SLICE_S:
+                return False
 
     def close(self) -> None:
         """Ends the connection; a thread that is blocked in it gets `ChannelClosed`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Ends it and gives its descriptor back; for an owner that outlives it."""
+        self.close()
+        self._socket.close()
 
 
 class Peer:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from holdfast import plain
 from holdfast.engines import interpreter
@@ -61,7 +62,11 @@ class _Parent:
     def open(self) -> socket.socket:
         mine, its_end = pair()
         with its_end:
-            self._tell({"engine": True}, its_end)
+            try:
+                self._tell({"engine": True}, its_end)
+            except EngineError:
+                mine.close()
+                raise
         return mine
 
     def _tell(self, request: plain.Plain, *sockets: socket.socket) -> None:
@@ -77,8 +82,12 @@ class _Parent:
             return "closed its connection, but lives"
         return f"ended with status {status}, with these modules to import: {', '.join(self._modules) or 'none'}"
 
-    def end(self) -> None:
+    def close(self) -> None:
+        """Closes this end: the parent ends when all of them are closed."""
         self._socket.close()
+
+    def end(self) -> None:
+        self.close()
         try:
             self._process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:  # in the middle of an import
@@ -99,13 +108,19 @@ class _Nursery:
         with self._lock:
             self._modules += [name for name in modules if name not in self._modules]
             self._threads = threads
-            self._living().load(self._modules)
+            with suppress(EngineError):  # it has just died; the next gang starts another
+                self._living().load(self._modules)
 
     def open(self) -> socket.socket:
         with self._lock:
-            parent = self._living()
-            parent.load(self._modules)
-            return parent.open()
+            try:
+                return self._opened(self._living())
+            except EngineError:  # it died after `_living` had looked
+                return self._opened(self._new())
+
+    def _opened(self, parent: _Parent) -> socket.socket:
+        parent.load(self._modules)
+        return parent.open()
 
     def fate(self) -> str:
         with self._lock:
@@ -114,8 +129,14 @@ class _Nursery:
     def _living(self) -> _Parent:
         known = self._parent
         if known is None or known.owner_pid != os.getpid() or not known.alive:
-            self._parent = known = _Parent(self._threads)
+            return self._new()
         return known
+
+    def _new(self) -> _Parent:
+        if self._parent is not None:
+            self._parent.close()
+        self._parent = _Parent(self._threads)
+        return self._parent
 
     def end(self) -> None:
         if self._parent is not None and self._parent.owner_pid == os.getpid():
