@@ -90,6 +90,8 @@ class InProcessEngine:
             if not self._interrupted:
                 with _environment(call.spec.env):
                     status = _status(call)
+        except KeyboardInterrupt:
+            self._interrupt()  # before the exit is announced: nothing is to be started after it
         finally:
             call.channel.release()
             self._switchboard.announce(call.process, status)

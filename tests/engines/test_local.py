@@ -195,6 +195,26 @@ def test_a_rank_may_use_its_grace(engine: LocalEngine) -> None:
     assert until_exit(engine, [process])[process.id] == [b"last words", 5]
 
 
+@pytest.mark.parametrize("size_bytes", [200, 1_000_000])
+def test_a_signal_handler_may_send_in_the_middle_of_a_send(engine: LocalEngine, size_bytes: int) -> None:
+    source = f"""
+    import signal
+    ticks = []
+    def tick(number, frame):
+        ticks.append(number)
+        channel.send(b"tick")
+    signal.signal(signal.SIGALRM, tick)
+    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    while len(ticks) < 100: channel.send(b"x" * {size_bytes})
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    """
+    (process,) = engine.start_gang([script(source)])
+    *messages, status = until_exit(engine, [process])[process.id]
+    assert status == 0
+    assert messages.count(b"tick") >= 100
+    assert set(messages) == {b"tick", b"x" * size_bytes}
+
+
 def test_a_rank_that_ignores_sigterm_is_killed_after_its_grace(engine: LocalEngine) -> None:
     source = "import signal; signal.signal(15, signal.SIG_IGN); channel.send(b'ready'); channel.receive()"
     (process,) = engine.start_gang([script(source)])
