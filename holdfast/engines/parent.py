@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 
 from holdfast import plain
@@ -35,6 +36,8 @@ HEAVY = (
     "cloudpickle",
     "xxhash",
 )
+# What these import on first use, in each worker anew: the first optimizer of torch imports this for almost a second.
+LATER = {"torch": ("torch._dynamo",)}
 _END_TIMEOUT_S = 5.0
 
 
@@ -57,7 +60,7 @@ class _Parent:
         new = [name for name in modules if name not in self._modules]
         self._modules += new
         if new:
-            self._tell({"import": new})
+            self._tell({"import": new, "later": [later for name in new for later in LATER.get(name, ())]})
 
     def open(self) -> socket.socket:
         mine, its_end = pair()
@@ -88,9 +91,10 @@ class _Parent:
 
     def end(self) -> None:
         self.close()
+        self._process.send_signal(signal.SIGALRM)  # or it would end its import first
         try:
             self._process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # in the middle of an import
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
@@ -150,12 +154,17 @@ atexit.register(_nursery.end)
 
 def prepare(modules: Iterable[str], threads: int = 1) -> None:
     """Starts the warm parent in the background, and makes it import those of `modules` that are worth it."""
-    given = set(modules)
-    _nursery.prepare([name for name in HEAVY if name in given] + _own(given), threads)
+    given = list(modules)
+    packages = [name for name in HEAVY if name in set(given)]
+    _nursery.prepare(packages + list(filter(_is_part, given)), threads)
 
 
-def _own(given: Iterable[str]) -> list[str]:
-    return sorted(name for name in given if name.startswith("holdfast.run.") or name.startswith("holdfast.train."))
+def _is_part(name: str) -> bool:
+    """Whether it is a public part of a heavy package, as `sklearn.datasets`, or of this one."""
+    package, _, part = name.partition(".")
+    if package == "holdfast":
+        return bool(part)
+    return package in HEAVY and bool(part) and "." not in part and not part.startswith("_")
 
 
 def connect() -> socket.socket:
@@ -173,8 +182,3 @@ def connect() -> socket.socket:
 def fate() -> str:
     """Says what became of the warm parent, for a message."""
     return _nursery.fate()
-
-
-def known_heavy() -> Sequence[str]:
-    """Returns the modules that a warm parent imports if the script has imported them."""
-    return HEAVY

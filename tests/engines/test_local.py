@@ -234,6 +234,25 @@ def test_the_death_of_the_parent_ends_its_ranks_and_the_next_gang_gets_a_new_one
     assert result(engine, script("channel.send(b'again')")) == [b"again", 0]
 
 
+def test_a_notice_to_every_process_leaves_the_ranks_to_the_driver(engine: LocalEngine) -> None:
+    (process,) = engine.start_gang([echo()])
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(whereabouts(engine)["parent"], number)
+    engine.send(process, b"alive?")
+    assert heard(engine, process, 1) == [b"alive?"]
+
+
+def test_a_rank_has_the_signal_handlers_of_a_fresh_interpreter(engine: LocalEngine) -> None:
+    source = """
+    import signal
+    numbers = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+    found = [(int(number), str(signal.getsignal(number)).split(" at ")[0]) for number in numbers]
+    """
+    told = result(engine, script(source + "channel.send(repr(found).encode())"))
+    fresh = [sys.executable, "-c", textwrap.dedent(source) + "print(end=repr(found))"]
+    assert told == [subprocess.run(fresh, stdout=subprocess.PIPE, check=True, timeout=60).stdout, 0]
+
+
 def test_a_parent_that_died_while_nothing_ran_is_replaced(engine: LocalEngine) -> None:
     found = whereabouts(engine)["parent"]
     os.kill(found, signal.SIGKILL)
