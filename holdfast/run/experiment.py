@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +95,12 @@ def _require_writable(root: Path) -> None:
     nearest = next(folder for folder in (root, *root.parents) if folder.exists())
     if not nearest.is_dir():
         raise ConfigError(f"storage_path {root} cannot be a folder: {nearest} is a file")
-    if not os.access(nearest, os.W_OK | os.X_OK) or os.statvfs(nearest).f_flag & os.ST_RDONLY:
-        raise ConfigError(f"storage_path {root} cannot be written: {nearest} is not writable for this user")
+    try:
+        # A file without a name: `os.access` says yes to root on a file system that takes no files.
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise ConfigError(f"storage_path {root} cannot be written: {nearest}: {error.strerror}") from error
 
 
 def _require_resumable(storage: LocalStorage, there: Plain, resume: Resume) -> None:
