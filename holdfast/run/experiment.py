@@ -63,7 +63,13 @@ def find(config: RunConfig, kind: str, function_name: str) -> Experiment:
 
 def begin(experiment: Experiment, kind: str, function_name: str) -> None:
     """Writes down what an experiment is, if nobody has."""
-    about = {"version": VERSION, "kind": kind, "name": experiment.name, "function": function_name, "created": time.time()}
+    about = {
+        "version": VERSION,
+        "kind": kind,
+        "name": experiment.name,
+        "function": function_name,
+        "created": time.time(),
+    }
     try:
         experiment.storage.put(FILE, encode(about) + b"\n", if_absent=True)
     except AlreadyExists:
@@ -84,7 +90,9 @@ def _read(storage: LocalStorage) -> Plain:
     except NotFound:
         return None
     except ValueError as error:
-        raise ExperimentError(f"{storage.root / FILE} is damaged ({error}): restore it from a copy, or move it away") from error
+        raise ExperimentError(
+            f"{storage.root / FILE} is damaged ({error}): restore it from a copy, or move it away"
+        ) from error
     version = about.get("version") if isinstance(about, dict) else None
     if version != VERSION:
         raise ExperimentError(f"{storage.root / FILE} has format {version}; this holdfast reads format {VERSION}")
@@ -108,7 +116,7 @@ def _require_resumable(storage: LocalStorage, there: Plain, resume: Resume) -> N
         raise ExperimentError(f"resume='must', but there is no experiment at {storage.root}")
     if there is not None and resume == "never":
         raise ExperimentError(
-            f"resume='never', but there is an experiment at {storage.root}: choose another name, or resume='auto' to go on"
+            f"resume='never', but there is an experiment at {storage.root}: choose another name, or go on with 'auto'"
         )
     if there is None and storage.root.exists() and not _only_a_beginning(storage.root):
         raise ExperimentError(f"{storage.root} holds something that is no experiment: choose another name, or move it")
@@ -123,5 +131,5 @@ def _require_same(storage: LocalStorage, there: Plain, kind: str, function_name:
     for what, asked in (("kind", kind), ("function", function_name)):
         if there[what] != asked:
             raise ExperimentError(
-                f"the experiment at {storage.root} has {what} {there[what]!r}, not {asked!r}: choose another name for this one"
+                f"the experiment at {storage.root} has {what} {there[what]!r}, not {asked!r}: choose another name"
             )

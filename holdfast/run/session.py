@@ -255,7 +255,7 @@ class Session:
 def _directory_of(checkpoint: Checkpoint) -> Path:
     if not isinstance(checkpoint, Checkpoint):
         raise TypeError(
-            f"report(checkpoint=...) got a {type(checkpoint).__name__}; wrap the directory: Checkpoint.from_directory(path)"
+            f"report(checkpoint=...) got a {type(checkpoint).__name__}; give it Checkpoint.from_directory(path)"
         )
     path = Path(checkpoint.path)
     if not path.is_dir():

@@ -75,7 +75,7 @@ def _adopt_main(train_loop: object) -> None:
     inner = inspect.unwrap(train_loop) if callable(train_loop) else train_loop
     while isinstance(inner, functools.partial):
         inner = inner.func
-    for holder in (inner, getattr(type(inner), "__call__", None)):
+    for holder in (inner, vars(type(inner)).get("__call__")):
         found = getattr(holder, "__globals__", {})
         if found.get("__name__") == "__main__":
             main_names = vars(sys.modules["__main__"])

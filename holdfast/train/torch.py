@@ -9,7 +9,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from holdfast.errors import ConfigError
 from holdfast.run.session import TrainContext, current, get_context
@@ -54,7 +61,9 @@ def _process_group(context: TrainContext) -> Iterator[None]:
         store = _rendezvous(context)
         if world_size == 1 or context.local_world_size == world_size:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name may not resolve
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world_size
+        )
         yield
         # Not after an exception: other ranks may be in a collective call that then never ends.
         dist.destroy_process_group()
@@ -128,7 +137,9 @@ def prepare_model(
     if parallel_strategy is None or get_context().world_size == 1:
         return model
     devices = [get_device()] if torch.cuda.is_available() and move_to_device else None
-    return torch.nn.parallel.DistributedDataParallel(model, **{"device_ids": devices, **(parallel_strategy_kwargs or {})})
+    return torch.nn.parallel.DistributedDataParallel(
+        model, **{"device_ids": devices, **(parallel_strategy_kwargs or {})}
+    )
 
 
 def prepare_data_loader(

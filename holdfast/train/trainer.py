@@ -89,7 +89,11 @@ class DataParallelTrainer:
         Raises:
             ConfigError: the training function, or its configuration, cannot be pickled.
         """
-        config = None if self._train_loop_config is None and not params else {**(self._train_loop_config or {}), **(params or {})}
+        config = (
+            None
+            if self._train_loop_config is None and not params
+            else {**(self._train_loop_config or {}), **(params or {})}
+        )
         start = self._resume_from
         if start is not None and not Path(start.path).is_dir():
             raise ConfigError(f"resume_from_checkpoint is {start}, but there is no such directory")
@@ -196,7 +200,8 @@ def _following(place: Place, spec: RunSpec, verbose: int) -> Iterator[None]:
         yield
         return
     ranks = range(spec.world_size)
-    follower = LogFollower(*({rank: place.log(rank, stream) for rank in ranks} for stream in ("stdout", "stderr")))
+    stdout, stderr = ({rank: place.log(rank, stream) for rank in ranks} for stream in ("stdout", "stderr"))
+    follower = LogFollower(stdout, stderr)
     follower.start()
     try:
         yield
@@ -220,7 +225,9 @@ def _result(spec: RunSpec, place: Place, store: CheckpointStore, controller: Run
     )
     if state.goal == "finish":
         return result
-    error = TrainingFailedError(_failure_message(state.reason, state.failures, place), result=result, failures=state.failures)
+    error = TrainingFailedError(
+        _failure_message(state.reason, state.failures, place), result=result, failures=state.failures
+    )
     failed = replace(result, error=error)
     error.result = failed
     return failed
@@ -228,7 +235,9 @@ def _result(spec: RunSpec, place: Place, store: CheckpointStore, controller: Run
 
 def _failure_message(reason: str, failures: Mapping[int, str], place: Place) -> str:
     ranks = "".join(f"\n\nrank {rank}:\n{text}" for rank, text in sorted(failures.items()))
-    return f"{reason}.{ranks}\n\nWhat was committed is kept in {place.folder}; a fit under the same name goes on from it."
+    return (
+        f"{reason}.{ranks}\n\nWhat was committed is kept in {place.folder}; a fit under the same name goes on from it."
+    )
 
 
 def _last_event(controller: RunController, result: Result, began: float) -> events.Event:
@@ -286,6 +295,6 @@ def _refuse_pickle(name: str, config: Mapping[str, Any] | None, error: Exception
         except Exception:
             what = f"train_loop_config[{key!r}], a {type(value).__name__},"
     raise ConfigError(
-        f"{what} cannot be sent to workers: {error}. Make such objects (open files, locks, connections, generators) inside "
+        f"{what} cannot be sent to workers: {error}. Make such objects (open files, locks, connections) inside "
         "the training function"
     ) from error

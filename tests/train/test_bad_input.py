@@ -95,19 +95,25 @@ def test_a_function_that_cannot_be_sent_to_workers_is_named(lab):
 
 def test_a_storage_path_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    trainer = DataParallelTrainer(loops.count, run_config=RunConfig(name="run", storage_path=tmp_path / "file", verbose=0))
+    trainer = DataParallelTrainer(
+        loops.count, run_config=RunConfig(name="run", storage_path=tmp_path / "file", verbose=0)
+    )
     with pytest.raises(ConfigError, match="is a file"):
         trainer.fit()
 
 
 def test_a_storage_path_on_a_read_only_file_system_is_refused():
-    trainer = DataParallelTrainer(loops.count, run_config=RunConfig(name="run", storage_path="/proc/holdfast", verbose=0))
+    trainer = DataParallelTrainer(
+        loops.count, run_config=RunConfig(name="run", storage_path="/proc/holdfast", verbose=0)
+    )
     with pytest.raises(ConfigError, match=r"cannot be written|cannot be a folder"):
         trainer.fit()
 
 
 def test_an_object_store_is_refused_for_now():
-    trainer = DataParallelTrainer(loops.count, run_config=RunConfig(name="run", storage_path="s3://bucket/x", verbose=0))
+    trainer = DataParallelTrainer(
+        loops.count, run_config=RunConfig(name="run", storage_path="s3://bucket/x", verbose=0)
+    )
     with pytest.raises(ConfigError, match="object store"):
         trainer.fit()
 
@@ -154,7 +160,7 @@ def test_a_journal_that_was_lost_is_not_silently_started_afresh(lab):
 
 def test_a_driver_that_is_alive_is_not_shut_out_unless_it_is_asked_for(lab):
     script = (
-        "import sys, time; from holdfast.storage.journal import Journal; from holdfast.storage.local import LocalStorage\n"
+        "import sys; from holdfast.storage.journal import Journal; from holdfast.storage.local import LocalStorage\n"
         "journal = Journal.open(LocalStorage(sys.argv[1])); print('owner', flush=True); sys.stdin.read()"
     )
     lab.fit(loops.count, {"steps": 1})

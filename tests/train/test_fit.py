@@ -219,7 +219,9 @@ def test_a_returned_object_that_cannot_be_kept_is_none_and_said(lab):
     assert "return_value" in (Path(result.path) / "rank0.stderr.log").read_text()
 
 
-@pytest.mark.parametrize("call", [lambda: train.report({}), train.get_checkpoint, train.get_context, train.checkpoint_dir])
+@pytest.mark.parametrize(
+    "call", [lambda: train.report({}), train.get_checkpoint, train.get_context, train.checkpoint_dir]
+)
 def test_outside_a_run_a_call_says_where_it_belongs(call):
     with pytest.raises(OutsideRunError, match="training function"):
         call()
