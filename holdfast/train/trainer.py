@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from holdfast import events
@@ -30,6 +33,7 @@ from holdfast.storage import journal
 from holdfast.storage.journal import Journal
 
 _KIND = "train"
+_INTERRUPTED = "stopped by Ctrl-C: what was reported is kept; the same script goes on from there"
 
 
 class DataParallelTrainer:
@@ -143,11 +147,13 @@ def _carry_out(spec: RunSpec, found: Experiment, config: RunConfig, engine: Engi
         observers: list[events.Observer] = [TerminalObserver(sys.stdout, config.verbose)]
         began = now()
         _deliver(observers, [events.RunStarted(found.name, str(found.root), found.exists, spec.world_size, time=began)])
-        with _following(place, spec, config.verbose):
-            _drive(controller, owned, observers)
+        with _following(place, spec, config.verbose), _interruptible(engine) as interrupted:
+            _drive(controller, owned, observers, interrupted)
         owned.sync()
         result = _result(spec, place, store, controller)
         _deliver(observers, [_last_event(controller, result, began)])
+        if interrupted.is_set():
+            raise KeyboardInterrupt(_INTERRUPTED)
         if result.error is not None:
             raise result.error
         return result
@@ -163,19 +169,47 @@ def _require_journal(owned: Journal, store: CheckpointStore, found: Experiment) 
         )
 
 
-def _drive(controller: RunController, owned: Journal, observers: list[events.Observer]) -> None:
+def _drive(
+    controller: RunController, owned: Journal, observers: list[events.Observer], interrupted: threading.Event
+) -> None:
     """The loop of a run: what has happened is collected, written, and only then obeyed."""
+    told = False
     while True:
-        try:
-            records = controller.collect()
-            if records:
-                owned.append(records)
-            _deliver(observers, controller.obey())
-            if controller.ended:
-                return
+        records = controller.collect()
+        if records:
+            owned.append(records)
+        _deliver(observers, controller.obey())
+        if controller.ended:
+            return
+        if interrupted.is_set() and not told:
+            told = True
+            controller.interrupt(_INTERRUPTED)
+        else:
             controller.wait()
-        except KeyboardInterrupt:
-            controller.interrupt("stopped by Ctrl-C; run the same script again to go on")
+
+
+@contextlib.contextmanager
+def _interruptible(engine: Engine) -> Iterator[threading.Event]:
+    """Ctrl-C sets the event that is returned; a second one is an exception, as usual.
+
+    An exception at once could come in the middle of a message to a worker.
+    """
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # no worker processes, or a thread of the user's
+        yield interrupted
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        interrupted.set()
+        engine.wake()
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _about(spec: RunSpec, found: Experiment) -> dict[str, Any]:
