@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.figure import LIMIT, OURS, RAY_DEFAULT, Figure, Target
+from bench.figure import LIMIT, RAY_DEFAULT, Figure, Target
 from bench.side import Bench, Run, Side, tried
 
 SIZES = {"20MB": 20 * 10**6, "1GB": 10**9}
@@ -46,7 +46,7 @@ def _measure(bench: Bench, side: Side, size: str, step: Figure, without: Figure)
     found = _resumptions(run)
     step.add(side.name, [resumption.to_step_s for resumption in found])
     without.add(side.name, [resumption.without_load_s for resumption in found])
-    if side.name == OURS or side is bench.sides[0]:
+    if side is bench.sides[0]:
         for figure in (step, without):
             figure.add(LIMIT, [mark["seconds"] for mark in run.named("read")])
 

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import torch
-from holdfast.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
-from holdfast.train.torch import TorchTrainer
 
 from bench import limits
 from bench.marks import CONFIG, mark
 from holdfast import train
+from holdfast.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+from holdfast.train.torch import TorchTrainer
 
 
 def train_func(config):

@@ -6,12 +6,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from holdfast.train import Checkpoint, RunConfig, ScalingConfig
-from holdfast.train.torch import TorchTrainer
-
 from bench import limits
 from bench.marks import CONFIG, mark
 from holdfast import train
+from holdfast.train import Checkpoint, RunConfig, ScalingConfig
+from holdfast.train.torch import TorchTrainer
 
 GIVES_AWAY = hasattr(train, "checkpoint_dir")
 COMMIT_DEADLINE_S = 120.0
@@ -55,7 +54,7 @@ def _size_bytes(directory):
 
 def metrics_only(config, place):
     seconds = [limits.timed(lambda step=step: train.report({"loss": 0.5, "step": step})) for step in range(config["n"])]
-    mark("metrics", values=seconds[min(100, len(seconds) // 5) :], limit=limits.message_s(1000))
+    mark("metrics_only", values=seconds[min(100, len(seconds) // 5) :], limit=limits.message_s(1000))
 
 
 def small(config, place):
@@ -73,8 +72,8 @@ def small(config, place):
 def given(config, place):
     """Bytes that are given away: written where they can stay, or uploaded in the background."""
     for step in range(config["n"] + 1):
-        size_bytes = config["size_bytes"] if step else min(config["size_bytes"], 64 << 20)
-        seconds = _given_here(place, size_bytes) if GIVES_AWAY else _given_to_upload(place, size_bytes)
+        give = _given_here if GIVES_AWAY else _given_to_upload
+        seconds = give(place, config["size_bytes"])
         returned = time.monotonic()
         place.settle()
         if step:
