@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.figure import LIMIT, RAY_DEFAULT, Figure, Target
-from bench.side import Bench, Run, Side, tried
+from bench.side import Bench, Run, ScriptFailed, Side, tried
 
 SIZES = {"20MB": 20 * 10**6, "1GB": 10**9}
 
@@ -60,6 +60,8 @@ def _resumptions(run: Run) -> list[Resumption]:
 def _resumption(run: Run, start: float, end: float) -> Resumption:
     """The last rank counts: a gang steps together."""
     steps = {m["rank"]: m["t"] for m in run.named("stepped") if start < m["t"] < end and m["resumed"]}
+    if not steps:
+        raise ScriptFailed("after a kill no rank went on from a checkpoint")
     loads = {m["rank"]: m["seconds"] for m in run.named("loaded") if start < m["t"] < end}
     return Resumption(
         to_step_s=max(steps.values()) - start,

@@ -51,6 +51,11 @@ def save(config, rank):
     train.report({"step": 0}, checkpoint=checkpoint)
     # A second report returns only when the first is known to the driver, in systems where a report is fetched.
     train.report({"step": 1})
+    saved = Path(config["directory"]) / "saved"
+    if rank == 0:
+        saved.touch()
+    while not saved.exists():
+        time.sleep(0.01)
     return state
 
 
