@@ -78,7 +78,10 @@ def _per_gb(without: dict[str, Figure], names: Sequence[str]) -> Figure:
         "between 20 MB and 1 GB, the user's own load not counted; limit: one read",
     )
     gigabytes = (SIZES["1GB"] - SIZES["20MB"]) / 1e9
-    for name in [LIMIT, *names]:
+    read = without["1GB"].spread(LIMIT)
+    if read:
+        figure.add(LIMIT, read.median / (SIZES["1GB"] / 1e9))
+    for name in names:
         small, large = without["20MB"].spread(name), without["1GB"].spread(name)
         if small and large:
             figure.add(name, (large.median - small.median) / gigabytes)

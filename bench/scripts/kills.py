@@ -25,7 +25,7 @@ def train_func(config):
     mark("stepped", rank=rank, resumed=checkpoint is not None)
     if checkpoint and rank == 0:
         with checkpoint.as_directory() as directory:
-            mark("read", seconds=limits.timed(lambda: limits.read(Path(directory) / "state.pt")))
+            mark("read", seconds=limits.read_s(Path(directory) / "state.pt"))
     time.sleep(config["settle_s"] + random.random() * config["settle_s"])
     if kills_before < config["kills"]:
         die_or_wait(config, rank)

@@ -72,6 +72,7 @@ def small(config, place):
 def given(config, place):
     """Bytes that are given away: written where they can stay, or uploaded in the background."""
     for step in range(config["n"] + 1):
+        limits.fill_pages(2 * config["size_bytes"])
         give = _given_here if GIVES_AWAY else _given_to_upload
         seconds = give(place, config["size_bytes"])
         returned = time.monotonic()
@@ -97,6 +98,7 @@ def copied(config, place):
     for step in range(config["n"] + 1):
         with tempfile.TemporaryDirectory() as directory:
             limits.write(Path(directory) / "state.bin", config["size_bytes"])
+            limits.fill_pages(2 * config["size_bytes"])
             os.sync()
             copy_first = step % 2 == 0
             limit = _settled_copy_s(directory, place) if copy_first else 0.0
@@ -126,18 +128,19 @@ def files(config, place):
 
 def _durable(config, place, name, write, size_bytes):
     for step in range(config["n"] + 1):
+        limits.fill_pages(2 * size_bytes)
+        limit_first = step % 2 == 0
+        limit = _limit_s(name, place, size_bytes) if limit_first else 0.0
         os.sync()
-        limit = _limit_s(name, place, size_bytes)
-        os.sync()
-        start = time.monotonic()
-        _report_durably(place, write, size_bytes)
-        seconds = time.monotonic() - start
+        seconds = limits.timed(lambda: _report_durably(place, write, size_bytes))
         place.settle()
+        limit = limit or _limit_s(name, place, size_bytes)
         if step:
             mark(name, values=[seconds], limit=[limit])
 
 
 def _limit_s(name, place, size_bytes):
+    os.sync()
     if name == "files":
         return limits.durable_write_many_s(place.root, 2000, 64 << 10)
     return limits.durable_write_s(place.root, size_bytes)
