@@ -291,6 +291,7 @@ class RunState:
         self.held: dict[int, Held] = {}
         self.damaged: dict[int, str] = {}
         self.next_number = 0
+        self.skipped: list[range] = []  # numbers below `next_number` that were never given
         self.attempt = 0
         self.iteration = 0
         self.metrics: Mapping[str, Any] = {}
@@ -406,7 +407,8 @@ class RunState:
             self.held.pop(number, None)
 
     def _fold_skipped(self, record: Record) -> None:
-        self.next_number = max(self.next_number, record["next_number"])
+        self.skipped.append(range(self.next_number, record["next_number"]))
+        self.next_number = record["next_number"]
 
     def _fold_finished(self, record: Record) -> None:
         self.return_value = record["return_value"]
@@ -429,13 +431,20 @@ class RunState:
         if unknown:
             self._record(event.time, "skipped", next_number=max(unknown) + 1)
             names = ", ".join(map(str, unknown))
-            self._warn(event.time, f"checkpoints {names} are in the way: no journal has given these numbers; left alone")
-        gone = [n for n in event.present if n not in self.held and n not in self.damaged and n not in unknown]
-        if gone:
-            self._actions.append(Remove(tuple(gone)))  # the journal has let them go; the deletion is finished
+            self._warn(
+                event.time, f"checkpoints {names} are in the way: no journal has given these numbers; left alone"
+            )
+        let_go = [number for number in event.present if self._was_let_go(number)]
+        if let_go:
+            self._actions.append(Remove(tuple(let_go)))  # the deletion is finished
         for held in self.held.values():
             if not held.committed:
                 self._actions.append(Persist(held.number))
+
+    def _was_let_go(self, number: int) -> bool:
+        """Whether the journal gave this number and has forgotten or abandoned it."""
+        given = number < self.next_number and not any(number in skipped for skipped in self.skipped)
+        return given and number not in self.held and number not in self.damaged
 
     def _on_looked(self, event: Looked) -> None:
         if self.phase != "looking":

@@ -30,7 +30,7 @@ PLENTY = 10**9
 
 
 class Play:
-    """A run whose events happen when a test says so. Each returns the actions it led to; records are kept as written."""
+    """A run whose events happen when a test says so. Each returns what it led to; records are kept as written."""
 
     def __init__(
         self,
@@ -511,7 +511,7 @@ def test_a_commit_that_was_refused_is_tried_again():
     play.refuse(0, step="commit")
     assert play.tick(0.3) == [MakeCommit(0)]
     play.commit(0)
-    assert [type(event) for event in play.told][0] is events.WaitingOver
+    assert isinstance(play.told[0], events.WaitingOver)
 
 
 def test_tries_come_at_growing_distances_of_at_most_15_s_until_the_deadline():
@@ -739,6 +739,16 @@ def test_a_restored_run_finishes_the_removal_of_what_was_let_go():
     play.keep(2)
     restored = Play(1, after=play, present=(0, 1, 2))
     assert of(Remove, restored.begun) == [Remove((0, 1))]
+
+
+def test_a_number_that_no_journal_gave_is_left_alone_by_every_later_driver():
+    play = Play(1, taken=(0, 3), present=(0, 3))
+    second = Play(1, after=play, present=(0, 3))
+    assert of(Remove, second.begun) == []
+    second.stage(0)
+    third = Play(1, after=second, present=(0, 1, 3, 9))
+    assert of(Remove, third.begun) == []
+    assert of(Remove, Play(1, after=third, present=(0, 1, 3, 9)).begun) == []
 
 
 def test_a_finished_run_that_is_begun_again_goes_on_from_its_newest_checkpoint_and_keeps_its_metrics():
