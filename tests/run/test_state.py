@@ -286,6 +286,17 @@ def test_a_commit_is_asked_for_once_however_often_a_part_is_called_durable():
     assert play.durable(0, 0) == play.commit(0) == []
 
 
+def test_commits_are_asked_for_one_after_the_other_in_the_order_of_numbers():
+    play = Play(1)
+    play.stage(0)
+    play.stage(1)
+    assert of(MakeCommit, play.durable(1)) == []
+    assert of(MakeCommit, play.durable(0)) == [MakeCommit(0)]
+    play.refuse(0, step="commit")
+    assert of(MakeCommit, play.tick(1.0)) == [MakeCommit(0)]
+    assert of(MakeCommit, play.commit(0)) == [MakeCommit(1)]
+
+
 def test_the_answer_of_sync_comes_only_after_the_commit_and_after_the_news_of_it():
     play = Play(1)
     assert of(Answer, play.stage(0, sync=True)) == []
@@ -313,7 +324,7 @@ def test_what_waits_for_other_ranks_does_not_count_in_the_bound():
     play = Play(2)
     play.stage(0)
     play.report(0, 1, gives=True)
-    assert len([held for held in play.run.held.values() if not held.is_durable]) == 1
+    assert list(play.run.staged) == [0]
     assert len(of(Answer, play.report(1, 1, gives=True))) == 2
 
 
