@@ -224,7 +224,7 @@ class Held(Struct):
 
     @property
     def is_durable(self) -> bool:
-        return self.committed or self.durable.issuperset(self.ranks)
+        return self.durable.issuperset(self.ranks)
 
 
 class _Rank(Struct):
@@ -289,8 +289,10 @@ class RunState:
         self._report_timeout_s = report_timeout_s
         # The fold of the records.
         self.held: dict[int, Held] = {}
+        self.staged: dict[int, Held] = {}  # those of `held` that are not committed, the oldest first
         self.damaged: dict[int, str] = {}
         self.next_number = 0
+        self.skipped: list[range] = []  # numbers below `next_number` that were never given
         self.attempt = 0
         self.iteration = 0
         self.metrics: Mapping[str, Any] = {}
@@ -375,7 +377,7 @@ class RunState:
         self._fold_report(record)
         number = record["number"]
         self.next_number = max(self.next_number, number + 1)
-        self.held[number] = Held(
+        self.held[number] = self.staged[number] = Held(
             number=number,
             epoch=record["epoch"],
             attempt=record["attempt"],
@@ -388,25 +390,26 @@ class RunState:
         )
 
     def _fold_committed(self, record: Record) -> None:
-        held = self.held[record["number"]]
+        held = self.staged.pop(record["number"])
         held.committed = True
         held.size_bytes = record["size_bytes"]
         attribute = self._checkpoint_config.checkpoint_score_attribute
         self.scored = self.scored or (attribute is not None and lookup(held.metrics, attribute)[0])
 
     def _fold_abandoned(self, record: Record) -> None:
-        self.held.pop(record["number"], None)
+        del self.held[record["number"]], self.staged[record["number"]]
 
     def _fold_damaged(self, record: Record) -> None:
-        self.held.pop(record["number"], None)
+        del self.held[record["number"]]
         self.damaged[record["number"]] = record["why"]
 
     def _fold_forgotten(self, record: Record) -> None:
         for number in record["numbers"]:
-            self.held.pop(number, None)
+            del self.held[number]
 
     def _fold_skipped(self, record: Record) -> None:
-        self.next_number = max(self.next_number, record["next_number"])
+        self.skipped.append(range(self.next_number, record["next_number"]))
+        self.next_number = record["next_number"]
 
     def _fold_finished(self, record: Record) -> None:
         self.return_value = record["return_value"]
@@ -429,13 +432,18 @@ class RunState:
         if unknown:
             self._record(event.time, "skipped", next_number=max(unknown) + 1)
             names = ", ".join(map(str, unknown))
-            self._warn(event.time, f"checkpoints {names} are in the way: no journal has given these numbers; left alone")
-        gone = [n for n in event.present if n not in self.held and n not in self.damaged and n not in unknown]
-        if gone:
-            self._actions.append(Remove(tuple(gone)))  # the journal has let them go; the deletion is finished
-        for held in self.held.values():
-            if not held.committed:
-                self._actions.append(Persist(held.number))
+            self._warn(
+                event.time, f"checkpoints {names} are in the way: no journal has given these numbers; left alone"
+            )
+        let_go = [number for number in event.present if self._was_let_go(number)]
+        if let_go:
+            self._actions.append(Remove(tuple(let_go)))  # the deletion is finished
+        self._actions += [Persist(number) for number in self.staged]
+
+    def _was_let_go(self, number: int) -> bool:
+        """Whether the journal gave this number and has forgotten or abandoned it."""
+        given = number < self.next_number and not any(number in skipped for skipped in self.skipped)
+        return given and number not in self.held and number not in self.damaged
 
     def _on_looked(self, event: Looked) -> None:
         if self.phase != "looking":
@@ -546,18 +554,17 @@ class RunState:
         self._owed = waiting
 
     def _may_return(self, owed: _Owed) -> bool:
-        held = self.held.get(owed.number)
-        if owed.sync and held is not None and not held.committed:
+        if owed.sync and owed.number in self.staged:
             return False
-        behind = [held for held in self.held.values() if not held.is_durable]
+        behind = [held for held in self.staged.values() if not held.is_durable]
         within_share = sum(held.size_bytes for held in behind) * STAGED_SHARE <= owed.free_bytes
         return len(behind) <= 1 or (len(behind) <= STAGED_LIMIT and within_share)
 
     # ---- storage
 
     def _on_durable(self, event: Durable) -> None:
-        held = self.held.get(event.number)
-        if held is None or held.committed:
+        held = self.staged.get(event.number)
+        if held is None:
             return
         self._keeper_deaths = 0
         held.durable.add(event.rank)
@@ -566,17 +573,16 @@ class RunState:
         self._commit_in_order()
 
     def _commit_in_order(self) -> None:
-        """Commits what is durable, but never before an older one: the newest committed one only ever gets newer."""
-        for held in sorted(self.held.values(), key=lambda held: held.number):
-            if not held.is_durable:
-                return
-            if not held.committed and not held.committing:
+        """Commits the oldest staged one if it is durable: one after the other, the newest committed one only gets newer."""
+        for held in self.staged.values():
+            if held.is_durable and not held.committing:
                 held.committing = True
                 self._actions.append(MakeCommit(held.number))
+            return
 
     def _on_committed(self, event: Committed) -> None:
-        held = self.held.get(event.number)
-        if held is None or held.committed:
+        held = self.staged.get(event.number)
+        if held is None:
             return
         self._end_trouble(event.time, event.number, "commit")
         self._record(event.time, "committed", number=event.number, size_bytes=event.size_bytes)
@@ -593,7 +599,8 @@ class RunState:
         self._say_missing_attribute(event.time, held)
         self._retain(event.time)
         if self.phase == "running":
-            self._actions.append(Tell(self.committed[-1].number))
+            self._actions.append(Tell(event.number))
+        self._commit_in_order()
 
     def _retain(self, time: float) -> None:
         pinned = {held.number for held in self.committed[-1:]} | self._in_use
@@ -622,8 +629,7 @@ class RunState:
         )
 
     def _on_storagefailed(self, event: StorageFailed) -> None:
-        held = self.held.get(event.number)
-        if held is None or held.committed:
+        if event.number not in self.staged:
             return
         trouble = self._trouble.setdefault(event.number, _Trouble(event.time, 0, event.time, event.step))
         config = self._failure_config
@@ -658,7 +664,7 @@ class RunState:
 
     def _on_keeperdied(self, event: KeeperDied) -> None:
         self._keeper_deaths += 1
-        for held in [held for held in self.held.values() if not held.is_durable]:
+        for held in [held for held in self.staged.values() if not held.is_durable]:
             if self._keeper_deaths <= KEEPER_DEATHS_LIMIT:
                 self._actions.append(Persist(held.number))
             else:
@@ -726,7 +732,7 @@ class RunState:
             self._end_attempt(time)
         elif self.phase == "stopping" and all(rank.gone for rank in self._ranks):
             self._after_failure(time)
-        if self.phase == "settling" and all(held.committed for held in self.held.values()):
+        if self.phase == "settling" and not self.staged:
             self._settled(time)
 
     def _after_failure(self, time: float) -> None:
