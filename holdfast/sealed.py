@@ -1,4 +1,4 @@
-"""One line of JSON that shows whether it is whole: `[length in bytes, "hash", value]`.
+"""One line of JSON that shows whether it is whole: `[length in bytes, "xxh3_64 of them", value]`.
 
 Journals, manifests and the notes beside staged files are made of such lines. People read them with any JSON tool.
 
@@ -8,15 +8,14 @@ Journals, manifests and the notes beside staged files are made of such lines. Pe
 
 from __future__ import annotations
 
-import xxhash
+from xxhash import xxh3_64_hexdigest
 
 from holdfast.plain import Plain, decode, encode
 
 
 def seal(value: Plain) -> bytes:
     """Returns `value` as one sealed line, its newline included."""
-    body = encode(value)
-    return b'[%d,"%s",%s]\n' % (len(body), xxhash.xxh3_64_hexdigest(body).encode(), body)
+    return _framed(encode(value))
 
 
 def unseal(line: bytes) -> Plain:
@@ -25,13 +24,20 @@ def unseal(line: bytes) -> Plain:
     Raises:
         ValueError: the line is not, to the byte, what `seal` once wrote.
     """
-    length, comma, rest = line.partition(b",")
-    body = rest[19:-2]
-    if (
-        not comma
-        or length != b"[%d" % len(body)
-        or rest[:19] != b'"%s",' % xxhash.xxh3_64_hexdigest(body).encode()
-        or rest[-2:] != b"]\n"
-    ):
-        raise ValueError("a sealed line is torn or was changed")
+    body = _body(line)
+    if _framed(body) != line:
+        raise ValueError("the sealed line is torn or was changed: its length or checksum is wrong")
     return decode(body)
+
+
+def is_whole(line: bytes) -> bool:
+    """Whether `line` is, to the byte, what `seal` once wrote."""
+    return _framed(_body(line)) == line
+
+
+def _framed(body: bytes) -> bytes:
+    return b'[%d, "%s", %s]\n' % (len(body), xxh3_64_hexdigest(body).encode(), body)
+
+
+def _body(line: bytes) -> bytes:
+    return line[line.find(b'", ') + 3 : -2]

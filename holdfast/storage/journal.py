@@ -11,8 +11,8 @@ In a directory a segment is the file `<epoch>.jsonl`; on an object store it is t
 and its length is counted in objects. Line 1, or object 0, is the claim. A claimed segment without a `previous` record
 (its owner died between) carries nothing, and the one before it is read instead.
 
-A line is `[<length of the record>, "<its xxh3_64>", <record>]`. In a file a torn tail is cut when it is read, and stays
-where it is. Objects are whole or not there: each begins with a record that counts the others.
+A record is a sealed line (`holdfast/sealed.py`). In a file a torn tail is cut when it is read, and stays where it is.
+Objects are whole or not there: each begins with a record that counts the others.
 
 On NFS the look must not be answered from the client's cache: mount with `lookupcache=positive`.
 """
@@ -27,10 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from xxhash import xxh3_64_hexdigest
-
-from holdfast import plain
 from holdfast.errors import AlreadyExists, DriverAlive, JournalDamaged, NotFound, OwnershipLost, StorageError
+from holdfast.sealed import is_whole, seal, unseal
 from holdfast.storage import local
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
@@ -181,7 +179,7 @@ class Journal:
         _open_here.discard(self._stamp)
 
     def _write(self, records: Sequence[Record]) -> None:
-        lines = [_line(record) for record in records]
+        lines = [seal(record) for record in records]
         with self._append_lock:
             self._check_end()
             self._raise_flush_failure()
@@ -312,7 +310,7 @@ def _claim(segments: _Segments, driver: Driver, stamp: str, *, takeover: bool) -
             _refuse_if_alive(segments, newest)
         owner = {"kind": "owner", "epoch": newest + 1, "driver": vars(driver), "stamp": stamp, "time": time.time()}
         try:
-            segments.claim(newest + 1, _line(owner))
+            segments.claim(newest + 1, seal(owner))
         except AlreadyExists:
             continue  # another one was faster: now it is the owner, and may be alive
         return newest + 1
@@ -584,16 +582,8 @@ def _get_if_there(storage: Storage, name: str) -> bytes | None:
         return None
 
 
-def _line(record: Record) -> bytes:
-    return _framed(plain.encode(record))
-
-
 def _object(lines: list[bytes]) -> bytes:
-    return b"".join([_line({"kind": "object", "records": len(lines)}), *lines])
-
-
-def _framed(body: bytes) -> bytes:
-    return b'[%d, "%s", %s]\n' % (len(body), xxh3_64_hexdigest(body).encode(), body)
+    return b"".join([seal({"kind": "object", "records": len(lines)}), *lines])
 
 
 def _parse(data: bytes, place: str, *, may_be_torn: bool) -> tuple[list[Record], int]:
@@ -606,22 +596,16 @@ def _parse(data: bytes, place: str, *, may_be_torn: bool) -> tuple[list[Record],
     records: list[Record] = []
     length = 0
     for index, line in enumerate(lines):
-        body = _body(line)
-        if body is None:
+        try:
+            records.append(unseal(line + b"\n"))
+        except ValueError:
             rest = line
-            may_be_torn = may_be_torn and not any(_body(later) is not None for later in lines[index + 1 :])
+            may_be_torn = may_be_torn and not any(is_whole(later + b"\n") for later in lines[index + 1 :])
             break
-        records.append(plain.decode(body))
         length += len(line) + 1
     if rest and not may_be_torn:
         raise JournalDamaged(f"line {len(records) + 1} of {place} is not what was written: length or checksum is wrong")
     return records, length
-
-
-def _body(line: bytes) -> bytes | None:
-    """Returns the record's JSON, or None if anything about the line is wrong."""
-    body = line[line.find(b'", ') + 3 : -1]
-    return body if _framed(body) == line + b"\n" else None
 
 
 def _start_time(pid: int) -> int | None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from holdfast.errors import HoldfastError, OwnershipLost, StorageError
+from holdfast.sealed import seal
 from holdfast.storage import journal
 from holdfast.storage.base import Storage
 from holdfast.storage.journal import Journal, Record, read
@@ -164,7 +165,7 @@ class JournalInDirectory(JournalModel):
     @rule(data=st.data())
     def die_in_the_middle_of_an_append(self, data: st.DataObject) -> None:
         assert self.owner
-        lines = b"".join(map(journal._line, self.new_records(2)))
+        lines = b"".join(map(seal, self.new_records(2)))
         torn = lines[: data.draw(st.integers(1, lines.index(b"\n")))]
         with open(self.owner._tail.place, "ab") as tail:
             tail.write(torn)
