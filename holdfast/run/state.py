@@ -30,6 +30,7 @@ Goal = Literal["go on", "finish", "fail"]
 STAGED_LIMIT = 2  # checkpoints that may wait to be durable before `report` waits too
 STAGED_SHARE = 4  # and at most this fraction of the free space: a quarter
 NAME_MISSING_AFTER_S = 30.0
+CATCH_UP_S = 5.0  # after a failure: for the other ranks' reports that the failed one has made already
 KEEPER_DEATHS_LIMIT = 5
 
 # ---------------------------------------------------------------------------------------------------------------- events
@@ -312,6 +313,7 @@ class RunState:
         self._owed: list[_Owed] = []
         self._errors: list[str] = []
         self._trouble: dict[int, _Trouble] = {}
+        self._catching_up_until: float | None = None
         self._keeper_deaths = 0
         self._in_use: frozenset[int] = frozenset()
         self._told_missing_attribute = False
@@ -348,6 +350,8 @@ class RunState:
     def deadline(self) -> float | None:
         """Returns when a `Tick` is next of use; None: not until something happens."""
         times = [trouble.retry_at for trouble in self._trouble.values()]
+        if self._catching_up_until is not None:
+            times.append(self._catching_up_until)
         for pending in self._pending.values():
             if pending.parts:
                 times.append(pending.since + (self._report_timeout_s if pending.named else NAME_MISSING_AFTER_S))
@@ -703,18 +707,37 @@ class RunState:
 
     def _on_raised(self, event: Raised) -> None:
         self.failures[event.rank] = event.traceback
-        self._stop(event.time)
+        self._begin_catching_up(event.time)
 
     def _on_exited(self, event: Exited) -> None:
         rank = self._ranks[event.rank]
         rank.gone = True
-        if not rank.returned and self.phase == "running":
+        if not rank.returned and self.phase == "running":  # else it was ended by us
             self.failures.setdefault(event.rank, event.how)
-            self._stop(event.time)
+            self._begin_catching_up(event.time)
+
+    def _begin_catching_up(self, time: float) -> None:
+        if self.phase == "running" and self._catching_up_until is None:
+            self._catching_up_until = time + CATCH_UP_S
+
+    def _others_catch_up(self, time: float) -> bool:
+        """Whether a rank is behind one that failed, and may still make the reports that the other has made.
+
+        A rank without a checkpoint does not wait in `report`, so it may fail while what it has reported is still being
+        staged by another: stopping at once would lose that checkpoint, and a loop that fails there would never get on.
+        """
+        if self._catching_up_until is None or time >= self._catching_up_until:
+            return False
+        ahead = max(self._ranks[rank].reports for rank in self.failures)
+        return any(
+            rank.reports < ahead and not rank.returned and not rank.gone and number not in self.failures
+            for number, rank in enumerate(self._ranks)
+        )
 
     def _stop(self, time: float) -> None:
         if self.phase == "running":
             self.phase = "stopping"
+            self._catching_up_until = None
             self._actions.append(StopGang(self.attempt))
 
     def request_stop(self, time: float, reason: str) -> None:
@@ -727,6 +750,8 @@ class RunState:
 
     def _move_on(self, time: float) -> None:
         """Takes the run to its next phase when nothing holds it where it is."""
+        if self._catching_up_until is not None and not self._others_catch_up(time):
+            self._stop(time)
         if self.phase == "running" and all(rank.returned and rank.gone for rank in self._ranks):
             self.phase, self.goal = "settling", "finish"
             self._end_attempt(time)

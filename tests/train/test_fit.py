@@ -41,7 +41,7 @@ def test_after_a_worker_died_the_run_goes_on_from_the_newest_checkpoint(lab, how
     assert result.metrics == {"step": 4}
     start, resumed = lab.starts()
     assert start == 0
-    assert resumed == 3 if failing_rank == 0 else 0 <= resumed <= 5, "rank 1 does not wait, and may be ahead of rank 0"
+    assert resumed == 3, "what the failed rank had reported was staged, although rank 1 does not wait for rank 0"
     assert lab.damage() == []
 
 
