@@ -186,6 +186,11 @@ class Session:
                 self._listen(None)
             return self._published[key]
 
+    @property
+    def scratch(self) -> Path:
+        """A folder that all ranks of this attempt see; removed when the attempt is over."""
+        return self._staging
+
     def send(self, message: dict[str, Plain]) -> None:
         try:
             self._channel.send(encode(message))

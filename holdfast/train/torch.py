@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -70,16 +71,17 @@ def _process_group(context: TrainContext) -> Iterator[None]:
 
 
 def _rendezvous(context: TrainContext) -> dist.Store:
-    """Rank 0 takes a free port and tells the others; a port that the driver had chosen could be taken meanwhile."""
+    """The store in which ranks find each other: a file of the attempt, since a server would end with its rank."""
     session = current("TorchTrainer")
-    if context.world_rank == 0:
-        store = dist.TCPStore(_HOST, 0, context.world_size, is_master=True, wait_for_workers=False)
-        session.broadcast("torch_port", store.port)
-    else:
-        port = int(session.broadcast("torch_port"))
-        store = dist.TCPStore(_HOST, port, context.world_size, is_master=False, wait_for_workers=False)
-    os.environ["MASTER_PORT"] = str(store.port)
-    return store
+    port = session.broadcast("torch_port", _free_port() if context.world_rank == 0 else None)
+    os.environ["MASTER_PORT"] = str(port)  # for libraries that make groups of their own
+    return dist.FileStore(str(session.scratch / "process_group"), context.world_size)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
