@@ -224,7 +224,7 @@ class Held(Struct):
 
     @property
     def is_durable(self) -> bool:
-        return self.durable.issuperset(self.ranks)
+        return self.committed or self.durable.issuperset(self.ranks)
 
 
 class _Rank(Struct):
@@ -310,7 +310,7 @@ class RunState:
         self._ranks: list[_Rank] = []
         self._pending: dict[int, _Pending] = {}
         self._owed: list[_Owed] = []
-        self._errors: list[str] = []
+        self._errors: list[str] = []  # that no rank was told
         self._trouble: dict[int, _Trouble] = {}
         self._keeper_deaths = 0
         self._in_use: frozenset[int] = frozenset()
@@ -545,7 +545,7 @@ class RunState:
         """Answers every rank whose answer is due now."""
         waiting: list[_Owed] = []
         for owed in self._owed:
-            if self._errors:
+            if self._errors and self.phase == "running":
                 self._actions.append(Answer(owed.rank, owed.report, owed.number, self._errors.pop(0)))
             elif self._may_return(owed):
                 self._actions.append(Answer(owed.rank, owed.report, owed.number))
@@ -648,9 +648,18 @@ class RunState:
         held = self.held[number]
         self._record(time, "abandoned", number=number, why=reason)
         self._actions += [Remove((number,)), Discard(held.epoch, held.attempt, held.report)]
-        self._errors.append(f"checkpoint {number} could not be kept: {reason}")
+        self._raise(number, f"checkpoint {number} could not be kept: {reason}")
         self._events.append(events.CheckpointAbandoned(number, reason, time=time))
         self._commit_in_order()
+
+    def _raise(self, number: int, error: str) -> None:
+        """Lets `report` raise in every rank that waits for this checkpoint; where none does, in the next that reports one."""
+        waiting = [owed for owed in self._owed if owed.number == number]
+        self._owed = [owed for owed in self._owed if owed.number != number]
+        if waiting and self.phase == "running":
+            self._actions += [Answer(owed.rank, owed.report, number, error) for owed in waiting]
+        else:
+            self._errors.append(error)
 
     def _end_trouble(self, time: float, number: int, step: str) -> None:
         trouble = self._trouble.get(number)

@@ -561,6 +561,25 @@ def test_an_abandoned_checkpoint_is_raised_by_the_next_answer_once():
     assert of(Answer, play.stage(2)) == [Answer(0, 2, 2)]
 
 
+def test_every_rank_that_waits_for_a_checkpoint_is_told_that_it_is_abandoned():
+    play = Play(2)
+    play.stage(0, sync=True)
+    answers = of(Answer, play.refuse(0, passing=False))
+    assert [(answer.rank, answer.number) for answer in answers] == [(0, 0), (1, 0)]
+    assert all(answer.error == "checkpoint 0 could not be kept: disk full" for answer in answers)
+    assert [answer.error for answer in of(Answer, play.stage(1))] == [None, None]
+
+
+def test_an_error_is_not_spent_on_a_rank_that_is_being_ended():
+    play = Play(2, failures=FailureConfig(max_failures=1))
+    play.stage(0, sync=True)
+    play.kill(1)
+    assert of(Answer, play.refuse(0, passing=False)) == []
+    play.kill(0)
+    answers = of(Answer, play.stage(0))
+    assert [bool(answer.error) for answer in answers] == [True, False]
+
+
 def test_an_abandoned_checkpoint_that_no_answer_could_raise_fails_the_run_at_its_end():
     play = Play(1)
     play.stage(0)
