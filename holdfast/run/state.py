@@ -483,9 +483,11 @@ class RunState:
         self._events.append(events.AttemptStarted(self.attempt, self._world_size, self.start, time=time))
 
     def _on_gangrefused(self, event: GangRefused) -> None:
-        if event.attempt == self.attempt and self.phase == "running":
-            for rank in self._ranks:
-                rank.gone = True
+        if event.attempt != self.attempt or self.phase not in ("running", "stopping"):
+            return
+        for rank in self._ranks:
+            rank.gone = True
+        if self.phase == "running":
             self.goal, self.reason = "fail", event.reason
             self._stop(event.time)
 
@@ -728,6 +730,8 @@ class RunState:
 
     def request_stop(self, time: float, reason: str) -> None:
         """Ends the run from outside (Ctrl-C): what is staged is committed, then the run fails for `reason`."""
+        if self.phase == "ended":
+            return
         self.goal, self.reason = "fail", reason
         if self.phase == "looking":
             self.phase = "settling"

@@ -748,6 +748,22 @@ def test_a_stop_while_looking_ends_at_once_and_what_was_seen_then_changes_nothin
     assert play.due == []
 
 
+def test_a_stop_before_the_gang_turns_out_not_to_start_ends_the_run():
+    play = Play(2, failures=FailureConfig(max_failures=-1))
+    play.request_stop()
+    play.happens(state.GangRefused, attempt=1, reason="no such GPU")
+    assert play.run.phase == "ended"
+    assert play.journal[-1]["why"] == "stopped by Ctrl-C"
+
+
+def test_a_stop_after_the_end_changes_nothing():
+    play = Play(1)
+    play.finish()
+    assert play.request_stop() == []
+    assert play.run.goal == "finish"
+    assert play.due == []
+
+
 # ---- restored
 
 
