@@ -307,6 +307,7 @@ class RunState:
         self.attempts_here = 0
         self.start: int | None = None
         self._base_iteration = 0
+        self._returned_value: Any = None
         self._ranks: list[_Rank] = []
         self._pending: dict[int, _Pending] = {}
         self._owed: list[_Owed] = []
@@ -509,7 +510,7 @@ class RunState:
     def _on_returned(self, event: Returned) -> None:
         self._ranks[event.rank].returned = True
         if event.rank == 0:
-            self.return_value = event.value
+            self._returned_value = event.value
         self._complete_reports(event.time)
 
     def _complete_reports(self, time: float) -> None:
@@ -794,7 +795,7 @@ class RunState:
                 f"(metrics that were there: {', '.join(there) or 'none'})"
             )
         else:
-            self._record(time, "finished", return_value=self.return_value)
+            self._record(time, "finished", return_value=self._returned_value)
 
     def _warn(self, time: float, message: str) -> None:
         self._events.append(events.Warned(message, time=time))

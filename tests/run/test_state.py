@@ -482,6 +482,13 @@ def test_a_run_finishes_when_every_rank_returned_and_is_gone_and_every_checkpoin
     assert play.journal[-1]["return_value"] == "of 0"
 
 
+def test_the_return_value_of_an_attempt_that_failed_is_not_that_of_the_run():
+    play = Play(2)
+    play.finish(0)
+    play.kill(1)
+    assert play.run.return_value is None
+
+
 def test_a_rank_that_ends_before_it_returned_is_a_failure_also_with_the_others_done():
     play = Play(2)
     play.finish(0)
