@@ -196,7 +196,10 @@ class Discard(Struct, frozen=True):
 
 
 class Sweep(Struct, frozen=True):
-    """Remove everything staged but for one attempt: nothing else is needed any more."""
+    """Remove everything that was staged before an attempt, or (None) everything: it is not needed any more.
+
+    It may be carried out late, when a younger attempt has begun to stage: what is younger is never removed.
+    """
 
     keep_attempt: int | None
 
@@ -776,11 +779,11 @@ class RunState:
             self._look_or_start(time)
             return
         self.phase = "ended"
-        self._actions.append(Sweep(None))
         if self.goal == "finish":
             self._finish_or_fail(time)
         if self.goal == "fail":
             self._record(time, "failed", why=self.reason)
+        self._actions.append(Sweep(None))  # last: a removal passes through the staging folder
 
     def _finish_or_fail(self, time: float) -> None:
         self._retain(time)

@@ -489,6 +489,16 @@ def test_the_return_value_of_an_attempt_that_failed_is_not_that_of_the_run():
     assert play.run.return_value is None
 
 
+def test_the_end_of_a_run_is_swept_after_the_last_removal():
+    play = Play(1, num_to_keep=1)
+    play.keep(0)
+    play.stage(1)
+    play.durable(1)
+    play.commit(1, in_use=frozenset({0}))
+    play.run._in_use = frozenset()
+    assert play.finish() == [Remove((0,)), Sweep(None)]
+
+
 def test_a_rank_that_ends_before_it_returned_is_a_failure_also_with_the_others_done():
     play = Play(2)
     play.finish(0)
