@@ -489,14 +489,14 @@ def test_the_return_value_of_an_attempt_that_failed_is_not_that_of_the_run():
     assert play.run.return_value is None
 
 
-def test_the_end_of_a_run_is_swept_after_the_last_removal():
-    play = Play(1, num_to_keep=1)
+def test_a_run_resumed_with_a_smaller_num_to_keep_removes_the_surplus_at_its_end_and_sweeps_last():
+    play = Play(1)
     play.keep(0)
-    play.stage(1)
-    play.durable(1)
-    play.commit(1, in_use=frozenset({0}))
-    play.run._in_use = frozenset()
-    assert play.finish() == [Remove((0,)), Sweep(None)]
+    play.keep(1)
+    play.finish()
+    again = Play(1, after=play, num_to_keep=1)
+    again.looked(1)
+    assert again.finish() == [Remove((0,)), Sweep(None)]
 
 
 def test_a_rank_that_ends_before_it_returned_is_a_failure_also_with_the_others_done():
