@@ -261,9 +261,9 @@ class _Trouble(Struct):
     """A staged checkpoint that storage has refused."""
 
     since: float
-    tries: int
-    retry_at: float
     step: Literal["persist", "commit"]
+    tries: int = 0
+    retry_at: float | None = None  # None: it is being tried
 
 
 class RunState:
@@ -351,7 +351,7 @@ class RunState:
 
     def deadline(self) -> float | None:
         """Returns when a `Tick` is next of use; None: not until something happens."""
-        times = [trouble.retry_at for trouble in self._trouble.values()]
+        times = [trouble.retry_at for trouble in self._trouble.values() if trouble.retry_at is not None]
         for pending in self._pending.values():
             if pending.parts:
                 times.append(pending.since + (self._report_timeout_s if pending.named else NAME_MISSING_AFTER_S))
@@ -635,9 +635,10 @@ class RunState:
         )
 
     def _on_storagefailed(self, event: StorageFailed) -> None:
-        if event.number not in self.staged:
+        held = self.staged.get(event.number)
+        if held is None or (event.step == "persist" and held.is_durable):
             return
-        trouble = self._trouble.setdefault(event.number, _Trouble(event.time, 0, event.time, event.step))
+        trouble = self._trouble.setdefault(event.number, _Trouble(event.time, event.step))
         config = self._failure_config
         too_late = event.time - trouble.since >= config.storage_deadline_s
         if not event.passing or config.on_storage_error == "fail" or too_late:
@@ -645,9 +646,9 @@ class RunState:
             return
         if trouble.tries == 0:
             self._events.append(events.Waiting(f"{self._trouble_name(event.number)} ({event.reason})", time=event.time))
-        trouble.step = event.step
-        trouble.retry_at = event.time + min(0.25 * 2**trouble.tries, 15.0)
-        trouble.tries += 1
+        if trouble.retry_at is None:  # else another rank's part was refused just before: one try will do for both
+            trouble.retry_at = event.time + min(0.25 * 2 ** min(trouble.tries, 6), 15.0)
+            trouble.tries += 1
 
     def _abandon(self, time: float, number: int, reason: str) -> None:
         self._trouble.pop(number, None)
@@ -680,18 +681,20 @@ class RunState:
     def _on_keeperdied(self, event: KeeperDied) -> None:
         self._keeper_deaths += 1
         for held in [held for held in self.staged.values() if not held.is_durable]:
-            if self._keeper_deaths <= KEEPER_DEATHS_LIMIT:
-                self._actions.append(Persist(held.number))
-            else:
+            trouble = self._trouble.get(held.number)
+            if self._keeper_deaths > KEEPER_DEATHS_LIMIT:
                 why = f"the process that makes checkpoints durable died {self._keeper_deaths} times in a row"
                 self._abandon(event.time, held.number, why)
+            elif trouble is None or trouble.retry_at is None:
+                # Anew after a refusal: the next keeper's fsync of the same file would succeed and prove nothing.
+                self._actions.append(Persist(held.number, anew=trouble is not None))
 
     # ---- time
 
     def _on_tick(self, event: Tick) -> None:
         for number, trouble in list(self._trouble.items()):
-            if event.time >= trouble.retry_at:
-                trouble.retry_at = float("inf")  # until the answer comes
+            if trouble.retry_at is not None and event.time >= trouble.retry_at:
+                trouble.retry_at = None
                 again = Persist(number, anew=True) if trouble.step == "persist" else MakeCommit(number)
                 self._actions.append(again)
         for report, pending in self._pending.items():

@@ -557,6 +557,34 @@ def test_tries_come_at_growing_distances_of_at_most_15_s_until_the_deadline():
     assert play.of_kind("abandoned")[0]["number"] == 0
 
 
+def test_refusals_of_several_ranks_are_one_try():
+    play = Play(8)
+    play.stage(0)
+    for _ in range(8):
+        play.refuse(0)
+    assert play.run.deadline() == pytest.approx(play.time + 0.25)
+    assert play.tick(0.3) == [Persist(0, anew=True)]
+
+
+def test_a_storage_that_is_away_for_days_is_waited_for_as_long_as_the_deadline_says():
+    play = Play(1, failures=FailureConfig(storage_deadline_s=1e6))
+    play.stage(0)
+    for _ in range(2000):
+        play.refuse(0)
+        play.tick(16.0)
+    assert play.of_kind("abandoned") == []
+
+
+def test_a_late_refusal_of_a_part_that_is_durable_changes_nothing():
+    play = Play(1)
+    play.stage(0)
+    play.durable(0)
+    assert play.refuse(0, passing=False) == []
+    assert play.run.deadline() is None
+    play.commit(0)
+    assert numbers(play) == [0]
+
+
 @pytest.mark.parametrize(("on_storage_error", "passing"), [("fail", True), ("wait", False)])
 def test_a_refusal_that_is_not_waited_for_abandons_the_checkpoint(on_storage_error, passing):
     play = Play(1, failures=FailureConfig(on_storage_error=on_storage_error))
@@ -621,6 +649,15 @@ def test_when_the_keeper_dies_everything_not_durable_is_asked_for_again():
     play.durable(1)
     play.stage(2)
     assert play.happens(state.KeeperDied) == [Persist(2)]
+
+
+def test_when_the_keeper_dies_what_it_was_refused_is_asked_for_anew_and_only_when_it_is_due():
+    play = Play(1)
+    play.stage(0)
+    play.refuse(0)
+    assert play.happens(state.KeeperDied) == []
+    assert play.tick(0.3) == [Persist(0, anew=True)]
+    assert play.happens(state.KeeperDied) == [Persist(0, anew=True)]
 
 
 def test_a_keeper_that_dies_too_often_in_a_row_is_given_up():
