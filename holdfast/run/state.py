@@ -244,7 +244,7 @@ class _Pending(Struct):
     parts: dict[int, int] = field(default_factory=dict)
     sync: set[int] = field(default_factory=set)
     free_bytes: int = 0
-    named: bool = False
+    missed: str = ""  # the ranks that were said to be missing, in words
 
 
 class _Owed(Struct):
@@ -352,10 +352,14 @@ class RunState:
     def deadline(self) -> float | None:
         """Returns when a `Tick` is next of use; None: not until something happens."""
         times = [trouble.retry_at for trouble in self._trouble.values() if trouble.retry_at is not None]
-        for pending in self._pending.values():
-            if pending.parts:
-                times.append(pending.since + (self._report_timeout_s if pending.named else NAME_MISSING_AFTER_S))
+        if self.phase == "running":
+            times += [self._next_look(pending) for pending in self._pending.values() if pending.parts]
         return min(times, default=None)
+
+    def _next_look(self, pending: _Pending) -> float:
+        """When it is next of use to look who is missing in a report."""
+        wait_s = self._report_timeout_s if pending.missed else min(NAME_MISSING_AFTER_S, self._report_timeout_s)
+        return pending.since + wait_s
 
     # ---- the fold
 
@@ -525,6 +529,8 @@ class RunState:
             self._write_report(time, report, self._pending.pop(report), is_whole=True)
 
     def _write_report(self, time: float, report: int, pending: _Pending, *, is_whole: bool) -> None:
+        if pending.missed and is_whole:
+            self._events.append(events.WaitingOver(pending.missed, time=time))
         first = min(pending.metrics)
         values = {
             "attempt": self.attempt,
@@ -698,17 +704,15 @@ class RunState:
                 again = Persist(number, anew=True) if trouble.step == "persist" else MakeCommit(number)
                 self._actions.append(again)
         for report, pending in self._pending.items():
-            waited = event.time - pending.since
-            if pending.parts and waited >= NAME_MISSING_AFTER_S and self.phase == "running":
-                self._name_missing(event.time, report, pending, waited)
+            if pending.parts and event.time >= self._next_look(pending) and self.phase == "running":
+                self._name_missing(event.time, report, pending, event.time - pending.since)
 
     def _name_missing(self, time: float, report: int, pending: _Pending, waited: float) -> None:
         missing = [n for n, rank in enumerate(self._ranks) if rank.reports <= report and not rank.returned]
         here, away = (", ".join(map(str, ranks)) for ranks in (sorted(pending.parts), missing))
-        if not pending.named:
-            pending.named = True
-            what = f"rank {away} to call report: rank {here} is in its report number {report + 1}"
-            self._events.append(events.Waiting(what, time=time))
+        if not pending.missed:
+            pending.missed = f"rank {away} to call report: rank {here} is in its report number {report + 1}"
+            self._events.append(events.Waiting(pending.missed, time=time))
         if waited >= self._report_timeout_s:
             self.goal = "fail"
             self.reason = (

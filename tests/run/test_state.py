@@ -706,6 +706,33 @@ def test_a_run_whose_ranks_wait_longer_than_report_timeout_s_fails_and_says_who_
     assert "report_timeout_s" in play.journal[-1]["why"]
 
 
+def test_a_report_timeout_below_30_s_is_kept_to():
+    play = Play(2, report_timeout_s=5)
+    play.report(0, 0, gives=True)
+    assert play.run.deadline() == pytest.approx(play.time + 5)
+    assert play.tick(5) == [StopGang(1)]
+    assert "rank 1 to call report" in play.told[0].what  # type: ignore[attr-defined]
+
+
+def test_it_is_said_when_missing_ranks_have_come():
+    play = Play(2)
+    play.report(0, 0, gives=True)
+    play.tick(31)
+    said = play.told
+    play.report(1, 0)
+    over = [event for event in play.told if isinstance(event, events.WaitingOver)]
+    assert [event.what for event in over] == [event.what for event in said if isinstance(event, events.Waiting)]
+
+
+def test_a_gang_that_is_being_ended_needs_no_ticks():
+    play = Play(2, report_timeout_s=60)
+    play.report(0, 0, gives=True)
+    play.tick(60)
+    play.tick(0)
+    assert play.run.phase == "stopping"
+    assert play.run.deadline() is None
+
+
 def test_metrics_only_reports_are_never_waited_for():
     play = Play(2, report_timeout_s=60)
     play.report(0, 0)
