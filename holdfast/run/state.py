@@ -661,7 +661,8 @@ class RunState:
         held = self.held[number]
         self._record(time, "abandoned", number=number, why=reason)
         self._actions += [Remove((number,)), Discard(held.epoch, held.attempt, held.report)]
-        self._raise(number, f"checkpoint {number} could not be kept: {reason}")
+        if held.epoch == self._epoch:  # else this driver's workers start from the one before: none of them relied on it
+            self._raise(number, f"checkpoint {number} could not be kept: {reason}")
         self._events.append(events.CheckpointAbandoned(number, reason, time=time))
         self._commit_in_order()
 

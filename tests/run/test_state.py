@@ -878,6 +878,19 @@ def test_a_number_that_no_journal_gave_is_left_alone_by_every_later_driver():
     assert of(Remove, Play(1, after=third, present=(0, 1, 3, 9)).begun) == []
 
 
+def test_a_checkpoint_of_the_driver_before_that_cannot_be_kept_is_said_and_the_run_goes_on_from_an_older_one():
+    play = Play(1)
+    play.keep(0)
+    play.stage(1)
+    restored = Play(1, after=play)
+    assert Look(0) in restored.refuse(1, passing=False)
+    assert any(isinstance(event, events.CheckpointAbandoned) for event in restored.told)
+    restored.looked(0)
+    assert [answer.error for answer in of(Answer, restored.keep(0))] == [None]
+    restored.finish()
+    assert restored.journal[-1]["kind"] == "finished"
+
+
 def test_a_finished_run_that_is_begun_again_goes_on_from_its_newest_checkpoint_and_keeps_its_metrics():
     play = Play(1)
     play.keep(0, metrics={"loss": 0.25})
