@@ -312,6 +312,7 @@ class RunState:
         self._base_iteration = 0
         self._returned_value: Any = None
         self._ranks: list[_Rank] = []
+        self._whole_reports = 0  # of this attempt, made by every rank that has not returned
         self._pending: dict[int, _Pending] = {}
         self._owed: list[_Owed] = []
         self._errors: list[str] = []  # that no rank was told
@@ -486,6 +487,7 @@ class RunState:
         )
         self.attempts_here += 1
         self._ranks = [_Rank() for _ in range(self._world_size)]
+        self._whole_reports = 0
         self.phase = "running"
         self._actions += [StartGang(self.attempt, self.start), Sweep(self.attempt)]
         self._events.append(events.AttemptStarted(self.attempt, self._world_size, self.start, time=time))
@@ -521,12 +523,11 @@ class RunState:
         self._complete_reports(event.time)
 
     def _complete_reports(self, time: float) -> None:
-        reached = min((rank.reports for rank in self._ranks if not rank.returned), default=None)
-        while self._pending:
-            report = min(self._pending)
-            if reached is not None and report >= reached:
-                return
+        reports = [rank.reports for rank in self._ranks]
+        reached = min((rank.reports for rank in self._ranks if not rank.returned), default=max(reports))
+        for report in range(self._whole_reports, reached):
             self._write_report(time, report, self._pending.pop(report), is_whole=True)
+        self._whole_reports = max(self._whole_reports, reached)
 
     def _write_report(self, time: float, report: int, pending: _Pending, *, is_whole: bool) -> None:
         if pending.missed and is_whole:
