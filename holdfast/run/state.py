@@ -616,18 +616,18 @@ class RunState:
         self._commit_in_order()
 
     def _retain(self, time: float) -> None:
+        """Forgets what is neither among the best, nor the newest, nor open in a reader.
+
+        The start of the attempt is kept until every rank has passed it without a pin of its own: until the attempt's
+        first commit it is the newest, and what is committed then, every rank has reported.
+        """
+        if self._checkpoint_config.num_to_keep is None:
+            return
         pinned = {held.number for held in self.committed[-1:]} | self._in_use
-        if self.start is not None and not self._has_passed_start():
-            pinned.add(self.start)
         numbers = forgettable(self.candidates, self._checkpoint_config.retention, pinned)
         if numbers:
             self._record(time, "forgotten", numbers=numbers)
             self._actions.append(Remove(tuple(numbers)))
-
-    def _has_passed_start(self) -> bool:
-        """Whether every rank has reported a committed checkpoint later than the one this attempt started from."""
-        own = [held.report for held in self.committed if held.attempt == self.attempt and held.epoch == self._epoch]
-        return bool(own) and all(rank.reports > min(own) or rank.returned for rank in self._ranks)
 
     def _say_missing_attribute(self, time: float, held: Held) -> None:
         attribute = self._checkpoint_config.checkpoint_score_attribute
