@@ -354,8 +354,13 @@ class RunState:
         """Returns when a `Tick` is next of use; None: not until something happens."""
         times = [trouble.retry_at for trouble in self._trouble.values() if trouble.retry_at is not None]
         if self.phase == "running":
-            times += [self._next_look(pending) for pending in self._pending.values() if pending.parts]
+            times += [self._next_look(pending) for _, pending in self._waited_for()]
         return min(times, default=None)
+
+    def _waited_for(self) -> list[tuple[int, _Pending]]:
+        """The reports in which a rank waits for others: a rank with a part waits in its latest one."""
+        latest = sorted({rank.reports - 1 for rank in self._ranks} & self._pending.keys())
+        return [(report, self._pending[report]) for report in latest if self._pending[report].parts]
 
     def _next_look(self, pending: _Pending) -> float:
         """When it is next of use to look who is missing in a report."""
@@ -705,8 +710,8 @@ class RunState:
                 trouble.retry_at = None
                 again = Persist(number, anew=True) if trouble.step == "persist" else MakeCommit(number)
                 self._actions.append(again)
-        for report, pending in self._pending.items():
-            if pending.parts and event.time >= self._next_look(pending) and self.phase == "running":
+        for report, pending in self._waited_for():
+            if event.time >= self._next_look(pending) and self.phase == "running":
                 self._name_missing(event.time, report, pending, event.time - pending.since)
 
     def _name_missing(self, time: float, report: int, pending: _Pending, waited: float) -> None:
