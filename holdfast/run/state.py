@@ -197,7 +197,10 @@ class Discard(Struct, frozen=True):
 
 
 class Sweep(Struct, frozen=True):
-    """Remove everything staged but for one attempt: nothing else is needed any more."""
+    """Remove everything that was staged before an attempt, or (None) everything: it is not needed any more.
+
+    It may be carried out late, when a younger attempt has begun to stage: what is younger is never removed.
+    """
 
     keep_attempt: int | None
 
@@ -225,7 +228,7 @@ class Held(Struct):
 
     @property
     def is_durable(self) -> bool:
-        return self.durable.issuperset(self.ranks)
+        return self.committed or self.durable.issuperset(self.ranks)
 
 
 class _Rank(Struct):
@@ -242,7 +245,7 @@ class _Pending(Struct):
     parts: dict[int, int] = field(default_factory=dict)
     sync: set[int] = field(default_factory=set)
     free_bytes: int = 0
-    named: bool = False
+    missed: str = ""  # the ranks that were said to be missing, in words
 
 
 class _Owed(Struct):
@@ -259,9 +262,9 @@ class _Trouble(Struct):
     """A staged checkpoint that storage has refused."""
 
     since: float
-    tries: int
-    retry_at: float
     step: Literal["persist", "commit"]
+    tries: int = 0
+    retry_at: float | None = None  # None: it is being tried
 
 
 class RunState:
@@ -308,10 +311,12 @@ class RunState:
         self.attempts_here = 0
         self.start: int | None = None
         self._base_iteration = 0
+        self._returned_value: Any = None
         self._ranks: list[_Rank] = []
+        self._whole_reports = 0  # of this attempt, made by every rank that has not returned
         self._pending: dict[int, _Pending] = {}
         self._owed: list[_Owed] = []
-        self._errors: list[str] = []
+        self._errors: list[str] = []  # that no rank was told
         self._trouble: dict[int, _Trouble] = {}
         self._catching_up_until: float | None = None
         self._keeper_deaths = 0
@@ -349,13 +354,22 @@ class RunState:
 
     def deadline(self) -> float | None:
         """Returns when a `Tick` is next of use; None: not until something happens."""
-        times = [trouble.retry_at for trouble in self._trouble.values()]
+        times = [trouble.retry_at for trouble in self._trouble.values() if trouble.retry_at is not None]
         if self._catching_up_until is not None:
             times.append(self._catching_up_until)
-        for pending in self._pending.values():
-            if pending.parts:
-                times.append(pending.since + (self._report_timeout_s if pending.named else NAME_MISSING_AFTER_S))
+        if self.phase == "running":
+            times += [self._next_look(pending) for _, pending in self._waited_for()]
         return min(times, default=None)
+
+    def _waited_for(self) -> list[tuple[int, _Pending]]:
+        """The reports in which a rank waits for others: a rank with a part waits in its latest one."""
+        latest = sorted({rank.reports - 1 for rank in self._ranks} & self._pending.keys())
+        return [(report, self._pending[report]) for report in latest if self._pending[report].parts]
+
+    def _next_look(self, pending: _Pending) -> float:
+        """When it is next of use to look who is missing in a report."""
+        wait_s = self._report_timeout_s if pending.missed else min(NAME_MISSING_AFTER_S, self._report_timeout_s)
+        return pending.since + wait_s
 
     # ---- the fold
 
@@ -482,14 +496,17 @@ class RunState:
         )
         self.attempts_here += 1
         self._ranks = [_Rank() for _ in range(self._world_size)]
+        self._whole_reports = 0
         self.phase = "running"
         self._actions += [StartGang(self.attempt, self.start), Sweep(self.attempt)]
         self._events.append(events.AttemptStarted(self.attempt, self._world_size, self.start, time=time))
 
     def _on_gangrefused(self, event: GangRefused) -> None:
-        if event.attempt == self.attempt and self.phase == "running":
-            for rank in self._ranks:
-                rank.gone = True
+        if event.attempt != self.attempt or self.phase not in ("running", "stopping"):
+            return
+        for rank in self._ranks:
+            rank.gone = True
+        if self.phase == "running":
             self.goal, self.reason = "fail", event.reason
             self._stop(event.time)
 
@@ -511,18 +528,19 @@ class RunState:
     def _on_returned(self, event: Returned) -> None:
         self._ranks[event.rank].returned = True
         if event.rank == 0:
-            self.return_value = event.value
+            self._returned_value = event.value
         self._complete_reports(event.time)
 
     def _complete_reports(self, time: float) -> None:
-        reached = min((rank.reports for rank in self._ranks if not rank.returned), default=None)
-        while self._pending:
-            report = min(self._pending)
-            if reached is not None and report >= reached:
-                return
+        reports = [rank.reports for rank in self._ranks]
+        reached = min((rank.reports for rank in self._ranks if not rank.returned), default=max(reports))
+        for report in range(self._whole_reports, reached):
             self._write_report(time, report, self._pending.pop(report), is_whole=True)
+        self._whole_reports = max(self._whole_reports, reached)
 
     def _write_report(self, time: float, report: int, pending: _Pending, *, is_whole: bool) -> None:
+        if pending.missed and is_whole:
+            self._events.append(events.WaitingOver(pending.missed, time=time))
         first = min(pending.metrics)
         values = {
             "attempt": self.attempt,
@@ -549,7 +567,7 @@ class RunState:
         """Answers every rank whose answer is due now."""
         waiting: list[_Owed] = []
         for owed in self._owed:
-            if self._errors:
+            if self._errors and self.phase == "running":
                 self._actions.append(Answer(owed.rank, owed.report, owed.number, self._errors.pop(0)))
             elif self._may_return(owed):
                 self._actions.append(Answer(owed.rank, owed.report, owed.number))
@@ -607,18 +625,18 @@ class RunState:
         self._commit_in_order()
 
     def _retain(self, time: float) -> None:
+        """Forgets what is neither among the best, nor the newest, nor open in a reader.
+
+        The start of the attempt is kept until every rank has passed it without a pin of its own: until the attempt's
+        first commit it is the newest, and what is committed then, every rank has reported.
+        """
+        if self._checkpoint_config.num_to_keep is None:
+            return
         pinned = {held.number for held in self.committed[-1:]} | self._in_use
-        if self.start is not None and not self._has_passed_start():
-            pinned.add(self.start)
         numbers = forgettable(self.candidates, self._checkpoint_config.retention, pinned)
         if numbers:
             self._record(time, "forgotten", numbers=numbers)
             self._actions.append(Remove(tuple(numbers)))
-
-    def _has_passed_start(self) -> bool:
-        """Whether every rank has reported a committed checkpoint later than the one this attempt started from."""
-        own = [held.report for held in self.committed if held.attempt == self.attempt and held.epoch == self._epoch]
-        return bool(own) and all(rank.reports > min(own) or rank.returned for rank in self._ranks)
 
     def _say_missing_attribute(self, time: float, held: Held) -> None:
         attribute = self._checkpoint_config.checkpoint_score_attribute
@@ -633,9 +651,10 @@ class RunState:
         )
 
     def _on_storagefailed(self, event: StorageFailed) -> None:
-        if event.number not in self.staged:
+        held = self.staged.get(event.number)
+        if held is None or (event.step == "persist" and held.is_durable):
             return
-        trouble = self._trouble.setdefault(event.number, _Trouble(event.time, 0, event.time, event.step))
+        trouble = self._trouble.setdefault(event.number, _Trouble(event.time, event.step))
         config = self._failure_config
         too_late = event.time - trouble.since >= config.storage_deadline_s
         if not event.passing or config.on_storage_error == "fail" or too_late:
@@ -643,18 +662,28 @@ class RunState:
             return
         if trouble.tries == 0:
             self._events.append(events.Waiting(f"{self._trouble_name(event.number)} ({event.reason})", time=event.time))
-        trouble.step = event.step
-        trouble.retry_at = event.time + min(0.25 * 2**trouble.tries, 15.0)
-        trouble.tries += 1
+        if trouble.retry_at is None:  # else another rank's part was refused just before: one try will do for both
+            trouble.retry_at = event.time + min(0.25 * 2 ** min(trouble.tries, 6), 15.0)
+            trouble.tries += 1
 
     def _abandon(self, time: float, number: int, reason: str) -> None:
         self._trouble.pop(number, None)
         held = self.held[number]
         self._record(time, "abandoned", number=number, why=reason)
         self._actions += [Remove((number,)), Discard(held.epoch, held.attempt, held.report)]
-        self._errors.append(f"checkpoint {number} could not be kept: {reason}")
+        if held.epoch == self._epoch:  # else this driver's workers start from the one before: none of them relied on it
+            self._raise(number, f"checkpoint {number} could not be kept: {reason}")
         self._events.append(events.CheckpointAbandoned(number, reason, time=time))
         self._commit_in_order()
+
+    def _raise(self, number: int, error: str) -> None:
+        """Lets `report` raise in every rank that waits for this checkpoint; where none does, in the next that reports one."""
+        waiting = [owed for owed in self._owed if owed.number == number]
+        self._owed = [owed for owed in self._owed if owed.number != number]
+        if waiting and self.phase == "running":
+            self._actions += [Answer(owed.rank, owed.report, number, error) for owed in waiting]
+        else:
+            self._errors.append(error)
 
     def _end_trouble(self, time: float, number: int, step: str) -> None:
         trouble = self._trouble.get(number)
@@ -669,32 +698,32 @@ class RunState:
     def _on_keeperdied(self, event: KeeperDied) -> None:
         self._keeper_deaths += 1
         for held in [held for held in self.staged.values() if not held.is_durable]:
-            if self._keeper_deaths <= KEEPER_DEATHS_LIMIT:
-                self._actions.append(Persist(held.number))
-            else:
+            trouble = self._trouble.get(held.number)
+            if self._keeper_deaths > KEEPER_DEATHS_LIMIT:
                 why = f"the process that makes checkpoints durable died {self._keeper_deaths} times in a row"
                 self._abandon(event.time, held.number, why)
+            elif trouble is None or trouble.retry_at is None:
+                # Anew after a refusal: the next keeper's fsync of the same file would succeed and prove nothing.
+                self._actions.append(Persist(held.number, anew=trouble is not None))
 
     # ---- time
 
     def _on_tick(self, event: Tick) -> None:
         for number, trouble in list(self._trouble.items()):
-            if event.time >= trouble.retry_at:
-                trouble.retry_at = float("inf")  # until the answer comes
+            if trouble.retry_at is not None and event.time >= trouble.retry_at:
+                trouble.retry_at = None
                 again = Persist(number, anew=True) if trouble.step == "persist" else MakeCommit(number)
                 self._actions.append(again)
-        for report, pending in self._pending.items():
-            waited = event.time - pending.since
-            if pending.parts and waited >= NAME_MISSING_AFTER_S and self.phase == "running":
-                self._name_missing(event.time, report, pending, waited)
+        for report, pending in self._waited_for():
+            if event.time >= self._next_look(pending) and self.phase == "running":
+                self._name_missing(event.time, report, pending, event.time - pending.since)
 
     def _name_missing(self, time: float, report: int, pending: _Pending, waited: float) -> None:
         missing = [n for n, rank in enumerate(self._ranks) if rank.reports <= report and not rank.returned]
         here, away = (", ".join(map(str, ranks)) for ranks in (sorted(pending.parts), missing))
-        if not pending.named:
-            pending.named = True
-            what = f"rank {away} to call report: rank {here} is in its report number {report + 1}"
-            self._events.append(events.Waiting(what, time=time))
+        if not pending.missed:
+            pending.missed = f"rank {away} to call report: rank {here} is in its report number {report + 1}"
+            self._events.append(events.Waiting(pending.missed, time=time))
         if waited >= self._report_timeout_s:
             self.goal = "fail"
             self.reason = (
@@ -742,6 +771,8 @@ class RunState:
 
     def request_stop(self, time: float, reason: str) -> None:
         """Ends the run from outside (Ctrl-C): what is staged is committed, then the run fails for `reason`."""
+        if self.phase == "ended":
+            return
         self.goal, self.reason = "fail", reason
         if self.phase == "looking":
             self.phase = "settling"
@@ -787,11 +818,11 @@ class RunState:
             self._look_or_start(time)
             return
         self.phase = "ended"
-        self._actions.append(Sweep(None))
         if self.goal == "finish":
             self._finish_or_fail(time)
         if self.goal == "fail":
             self._record(time, "failed", why=self.reason)
+        self._actions.append(Sweep(None))  # last: a removal passes through the staging folder
 
     def _finish_or_fail(self, time: float) -> None:
         self._retain(time)
@@ -806,7 +837,7 @@ class RunState:
                 f"(metrics that were there: {', '.join(there) or 'none'})"
             )
         else:
-            self._record(time, "finished", return_value=self.return_value)
+            self._record(time, "finished", return_value=self._returned_value)
 
     def _warn(self, time: float, message: str) -> None:
         self._events.append(events.Warned(message, time=time))

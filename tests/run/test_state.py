@@ -482,6 +482,23 @@ def test_a_run_finishes_when_every_rank_returned_and_is_gone_and_every_checkpoin
     assert play.journal[-1]["return_value"] == "of 0"
 
 
+def test_the_return_value_of_an_attempt_that_failed_is_not_that_of_the_run():
+    play = Play(2)
+    play.finish(0)
+    play.kill(1)
+    assert play.run.return_value is None
+
+
+def test_a_run_resumed_with_a_smaller_num_to_keep_removes_the_surplus_at_its_end_and_sweeps_last():
+    play = Play(1)
+    play.keep(0)
+    play.keep(1)
+    play.finish()
+    again = Play(1, after=play, num_to_keep=1)
+    again.looked(1)
+    assert again.finish() == [Remove((0,)), Sweep(None)]
+
+
 def test_a_rank_that_ends_before_it_returned_is_a_failure_also_with_the_others_done():
     play = Play(2)
     play.finish(0)
@@ -540,6 +557,34 @@ def test_tries_come_at_growing_distances_of_at_most_15_s_until_the_deadline():
     assert play.of_kind("abandoned")[0]["number"] == 0
 
 
+def test_refusals_of_several_ranks_are_one_try():
+    play = Play(8)
+    play.stage(0)
+    for _ in range(8):
+        play.refuse(0)
+    assert play.run.deadline() == pytest.approx(play.time + 0.25)
+    assert play.tick(0.3) == [Persist(0, anew=True)]
+
+
+def test_a_storage_that_is_away_for_days_is_waited_for_as_long_as_the_deadline_says():
+    play = Play(1, failures=FailureConfig(storage_deadline_s=1e6))
+    play.stage(0)
+    for _ in range(2000):
+        play.refuse(0)
+        play.tick(16.0)
+    assert play.of_kind("abandoned") == []
+
+
+def test_a_late_refusal_of_a_part_that_is_durable_changes_nothing():
+    play = Play(1)
+    play.stage(0)
+    play.durable(0)
+    assert play.refuse(0, passing=False) == []
+    assert play.run.deadline() is None
+    play.commit(0)
+    assert numbers(play) == [0]
+
+
 @pytest.mark.parametrize(("on_storage_error", "passing"), [("fail", True), ("wait", False)])
 def test_a_refusal_that_is_not_waited_for_abandons_the_checkpoint(on_storage_error, passing):
     play = Play(1, failures=FailureConfig(on_storage_error=on_storage_error))
@@ -559,6 +604,25 @@ def test_an_abandoned_checkpoint_is_raised_by_the_next_answer_once():
     answer = of(Answer, play.stage(1))[0]
     assert answer.error == "checkpoint 0 could not be kept: disk full"
     assert of(Answer, play.stage(2)) == [Answer(0, 2, 2)]
+
+
+def test_every_rank_that_waits_for_a_checkpoint_is_told_that_it_is_abandoned():
+    play = Play(2)
+    play.stage(0, sync=True)
+    answers = of(Answer, play.refuse(0, passing=False))
+    assert [(answer.rank, answer.number) for answer in answers] == [(0, 0), (1, 0)]
+    assert all(answer.error == "checkpoint 0 could not be kept: disk full" for answer in answers)
+    assert [answer.error for answer in of(Answer, play.stage(1))] == [None, None]
+
+
+def test_an_error_is_not_spent_on_a_rank_that_is_being_ended():
+    play = Play(2, failures=FailureConfig(max_failures=1))
+    play.stage(0, sync=True)
+    play.kill(1)
+    assert of(Answer, play.refuse(0, passing=False)) == []
+    play.kill(0)
+    answers = of(Answer, play.stage(0))
+    assert [bool(answer.error) for answer in answers] == [True, False]
 
 
 def test_an_abandoned_checkpoint_that_no_answer_could_raise_fails_the_run_at_its_end():
@@ -585,6 +649,15 @@ def test_when_the_keeper_dies_everything_not_durable_is_asked_for_again():
     play.durable(1)
     play.stage(2)
     assert play.happens(state.KeeperDied) == [Persist(2)]
+
+
+def test_when_the_keeper_dies_what_it_was_refused_is_asked_for_anew_and_only_when_it_is_due():
+    play = Play(1)
+    play.stage(0)
+    play.refuse(0)
+    assert play.happens(state.KeeperDied) == []
+    assert play.tick(0.3) == [Persist(0, anew=True)]
+    assert play.happens(state.KeeperDied) == [Persist(0, anew=True)]
 
 
 def test_a_keeper_that_dies_too_often_in_a_row_is_given_up():
@@ -631,6 +704,33 @@ def test_a_run_whose_ranks_wait_longer_than_report_timeout_s_fails_and_says_who_
     assert play.run.phase == "ended"
     assert "for rank 1" in play.journal[-1]["why"]
     assert "report_timeout_s" in play.journal[-1]["why"]
+
+
+def test_a_report_timeout_below_30_s_is_kept_to():
+    play = Play(2, report_timeout_s=5)
+    play.report(0, 0, gives=True)
+    assert play.run.deadline() == pytest.approx(play.time + 5)
+    assert play.tick(5) == [StopGang(1)]
+    assert "rank 1 to call report" in play.told[0].what  # type: ignore[attr-defined]
+
+
+def test_it_is_said_when_missing_ranks_have_come():
+    play = Play(2)
+    play.report(0, 0, gives=True)
+    play.tick(31)
+    said = play.told
+    play.report(1, 0)
+    over = [event for event in play.told if isinstance(event, events.WaitingOver)]
+    assert [event.what for event in over] == [event.what for event in said if isinstance(event, events.Waiting)]
+
+
+def test_a_gang_that_is_being_ended_needs_no_ticks():
+    play = Play(2, report_timeout_s=60)
+    play.report(0, 0, gives=True)
+    play.tick(60)
+    play.tick(0)
+    assert play.run.phase == "stopping"
+    assert play.run.deadline() is None
 
 
 def test_metrics_only_reports_are_never_waited_for():
@@ -729,6 +829,22 @@ def test_a_stop_while_looking_ends_at_once_and_what_was_seen_then_changes_nothin
     assert play.due == []
 
 
+def test_a_stop_before_the_gang_turns_out_not_to_start_ends_the_run():
+    play = Play(2, failures=FailureConfig(max_failures=-1))
+    play.request_stop()
+    play.happens(state.GangRefused, attempt=1, reason="no such GPU")
+    assert play.run.phase == "ended"
+    assert play.journal[-1]["why"] == "stopped by Ctrl-C"
+
+
+def test_a_stop_after_the_end_changes_nothing():
+    play = Play(1)
+    play.finish()
+    assert play.request_stop() == []
+    assert play.run.goal == "finish"
+    assert play.due == []
+
+
 # ---- restored
 
 
@@ -760,6 +876,19 @@ def test_a_number_that_no_journal_gave_is_left_alone_by_every_later_driver():
     third = Play(1, after=second, present=(0, 1, 3, 9))
     assert of(Remove, third.begun) == []
     assert of(Remove, Play(1, after=third, present=(0, 1, 3, 9)).begun) == []
+
+
+def test_a_checkpoint_of_the_driver_before_that_cannot_be_kept_is_said_and_the_run_goes_on_from_an_older_one():
+    play = Play(1)
+    play.keep(0)
+    play.stage(1)
+    restored = Play(1, after=play)
+    assert Look(0) in restored.refuse(1, passing=False)
+    assert any(isinstance(event, events.CheckpointAbandoned) for event in restored.told)
+    restored.looked(0)
+    assert [answer.error for answer in of(Answer, restored.keep(0))] == [None]
+    restored.finish()
+    assert restored.journal[-1]["kind"] == "finished"
 
 
 def test_a_finished_run_that_is_begun_again_goes_on_from_its_newest_checkpoint_and_keeps_its_metrics():
