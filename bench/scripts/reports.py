@@ -40,6 +40,7 @@ class Place:
                 raise TimeoutError(f"{self.there()} of {self.reported} checkpoints after {COMMIT_DEADLINE_S} s")
             time.sleep(0.002)
         os.sync()
+        limits.drop_pages(self.run)
 
     def there(self):
         directories = list(self.run.glob("checkpoint_[0-9]*"))
@@ -72,7 +73,6 @@ def small(config, place):
 def given(config, place):
     """Bytes that are given away: written where they can stay, or uploaded in the background."""
     for step in range(config["n"] + 1):
-        limits.fill_pages(2 * config["size_bytes"])
         give = _given_here if GIVES_AWAY else _given_to_upload
         seconds = give(place, config["size_bytes"])
         returned = time.monotonic()
@@ -98,7 +98,6 @@ def copied(config, place):
     for step in range(config["n"] + 1):
         with tempfile.TemporaryDirectory() as directory:
             limits.write(Path(directory) / "state.bin", config["size_bytes"])
-            limits.fill_pages(2 * config["size_bytes"])
             os.sync()
             copy_first = step % 2 == 0
             limit = _settled_copy_s(directory, place) if copy_first else 0.0
@@ -128,7 +127,6 @@ def files(config, place):
 
 def _durable(config, place, name, write, size_bytes):
     for step in range(config["n"] + 1):
-        limits.fill_pages(2 * size_bytes)
         limit_first = step % 2 == 0
         limit = _limit_s(name, place, size_bytes) if limit_first else 0.0
         os.sync()
