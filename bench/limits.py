@@ -70,17 +70,15 @@ def read_s(path: Path) -> float:
     return time.perf_counter() - start
 
 
-def drop_pages(directory: Path) -> None:
-    """Takes what lies below a directory out of the page cache; it must have been synced.
+def warm_pages(directory: Path, size_bytes: int) -> None:
+    """Writes a file and deletes it, so that what is written next gets pages which the host already backs.
 
-    What is kept would hold its pages, what is deleted gives them back warm: in a virtual machine the first touch of a
-    page costs more than the disk, and the side that keeps its files would pay for it each time.
+    In a virtual machine the first touch of a page takes ten times as long as writing to it (2.2 s against 0.22 s for
+    1 GB, seen), and the side that keeps its files would pay for it each time.
     """
-    for path in directory.rglob("*"):
-        if path.is_file():
-            file = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(file)
+    path = directory / "warm-pages"
+    write(path, size_bytes)
+    path.unlink()
 
 
 def copy_s(source: Path, target: Path) -> float:
