@@ -70,6 +70,18 @@ def read_s(path: Path) -> float:
     return time.perf_counter() - start
 
 
+def drop_pages(directory: Path) -> None:
+    """Takes what lies below a directory out of the page cache; it must have been synced.
+
+    Files that are kept would hold their pages, and the next write would have to find pages never touched.
+    """
+    for path in directory.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
 def warm_pages(directory: Path, size_bytes: int) -> None:
     """Writes a file and deletes it, so that what is written next gets pages which the host already backs.
 

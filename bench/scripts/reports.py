@@ -40,6 +40,7 @@ class Place:
                 raise TimeoutError(f"{self.there()} of {self.reported} checkpoints after {COMMIT_DEADLINE_S} s")
             time.sleep(0.002)
         os.sync()
+        limits.drop_pages(self.run)
 
     def there(self):
         directories = list(self.run.glob("checkpoint_[0-9]*"))
