@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import mmap
 import os
 import shutil
 import socket
@@ -71,14 +70,27 @@ def read_s(path: Path) -> float:
     return time.perf_counter() - start
 
 
-def fill_pages(size_bytes: int) -> None:
-    """Touches memory and gives it back, so that what is written next finds pages which the host already backs.
+def drop_pages(directory: Path) -> None:
+    """Takes what lies below a directory out of the page cache; it must have been synced.
 
-    In a virtual machine the first touch of a page is slower than the disk, and whoever comes first would pay for it.
+    Files that are kept would hold their pages, and the next write would have to find pages never touched.
     """
-    with mmap.mmap(-1, size_bytes) as memory:
-        for start in range(0, size_bytes, mmap.PAGESIZE):
-            memory[start] = 1
+    for path in directory.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+def warm_pages(directory: Path, size_bytes: int) -> None:
+    """Writes a file and deletes it, so that what is written next gets pages which the host already backs.
+
+    In a virtual machine the first touch of a page takes ten times as long as writing to it (2.2 s against 0.22 s for
+    1 GB, seen), and the side that keeps its files would pay for it each time.
+    """
+    path = directory / "warm-pages"
+    write(path, size_bytes)
+    path.unlink()
 
 
 def copy_s(source: Path, target: Path) -> float:
