@@ -31,10 +31,10 @@ from holdfast.plain import Plain, decode, encode, plain
 
 MANIFEST = ".holdfast.json"  # makes the directory a committed checkpoint; a reader's lock is on it
 METADATA = ".metadata.json"  # the user's notes; neither in the manifest nor verified
+CANNOT_LOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # from a file system without locks
 METADATA_UNFINISHED = ".metadata.json.new"  # left behind only by a process that died while it wrote notes
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_CANNOT_LOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _FICLONE = 0x40049409
 
 
@@ -293,7 +293,7 @@ def _lock(descriptor: int, how: int, path: str) -> None:
     try:
         fcntl.flock(descriptor, how)
     except OSError as error:
-        if error.errno not in _CANNOT_LOCK:
+        if error.errno not in CANNOT_LOCK:
             raise
         warnings.warn(
             f"the file system of {path} has no file locks ({error.strerror}): a checkpoint there can be let go while "

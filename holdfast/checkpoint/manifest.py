@@ -6,7 +6,8 @@ were when they were staged. The keeper adds `durable.json`: the same with a hash
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class File:
     @classmethod
     def from_plain(cls, row: Plain) -> File:
         path, size_bytes, digest, *mtime_ns = row
-        return cls(checked(path), int(size_bytes), str(digest), *map(int, mtime_ns))
+        return cls(_path(path), int(size_bytes), str(digest), *map(int, mtime_ns))
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,14 @@ class Part:
 
     @classmethod
     def unseal(cls, line: bytes) -> Part:
-        """Raises ValueError when the line is torn or of a version this library does not know."""
-        value = _known(unseal(line))
-        return cls(tuple(map(File.from_plain, value["files"])), tuple(map(checked, value["directories"])))
+        """Returns the part that `line` holds.
+
+        Raises:
+            ValueError: the line is not what was written, or of a format this library does not know.
+        """
+        with _reading():
+            value = _known(unseal(line))
+            return cls(tuple(map(File.from_plain, value["files"])), tuple(map(_path, value["directories"])))
 
 
 @dataclass(frozen=True)
@@ -105,27 +111,47 @@ class Manifest:
         """Returns the manifest that `line` holds.
 
         Raises:
-            CheckpointDamaged: the line is not what was written, or of a version this library does not know.
+            CheckpointDamaged: the line is not what was written, or of a format this library does not know.
         """
         try:
-            value = _known(unseal(line))
-            return cls(
-                number=int(value["number"]),
-                origin=Origin(**value["origin"]),
-                files=tuple(map(File.from_plain, value["files"])),
-                directories=tuple(map(checked, value["directories"])),
-                metrics=value["metrics"],
-                time=float(value["time"]),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointDamaged(f"{where} is damaged: its manifest cannot be read ({error})") from error
+            with _reading():
+                value = _known(unseal(line))
+                return cls(
+                    number=int(value["number"]),
+                    origin=Origin(**value["origin"]),
+                    files=tuple(map(File.from_plain, value["files"])),
+                    directories=tuple(map(_path, value["directories"])),
+                    metrics=dict(value["metrics"]),
+                    time=float(value["time"]),
+                )
+        except ValueError as error:
+            raise CheckpointDamaged(f"the manifest of {where} cannot be read: {error}") from error
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Whole lines can hold nonsense too, where somebody made them so: one kind of error for all of it."""
+    try:
+        yield
+    except (KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"it is not made as ours are ({type(error).__name__}: {error})") from error
 
 
 def _known(value: Plain) -> dict[str, Plain]:
-    if not isinstance(value, dict) or value.get("version") != VERSION:
-        found = value.get("version") if isinstance(value, dict) else value
-        raise ValueError(f"written in format {found!r}; this version of holdfast reads format {VERSION}")
+    if not isinstance(value, dict):
+        raise TypeError(f"a {type(value).__name__}, not a dict")
+    if value["version"] != VERSION:
+        raise ValueError(
+            f"it is of format {value['version']!r}, and this version of holdfast reads format {VERSION}: "
+            "use the version that wrote it"
+        )
     return value
+
+
+def _path(value: Plain) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a path")
+    return checked(value)
 
 
 @dataclass(frozen=True)
@@ -143,30 +169,33 @@ class Merge:
 
 
 def merge(parts: Mapping[int, Part]) -> Merge:
-    """Merges the parts of ranks: the same bytes from several are one file; of different ones the lowest rank's win."""
+    """Merges the parts of ranks: the same bytes from several are one file; else the lowest rank's is kept."""
     files: dict[str, tuple[int, File]] = {}
-    folders: dict[str, int] = {}
+    folders: dict[str, int] = {}  # every folder, with the lowest rank that has it
     conflicts: list[str] = []
+
+    def claim(path: str, rank: int, file: File | None) -> None:
+        kept = next((files[taken][0] for taken in (path, *_folders_of(path)) if taken in files), None)
+        if kept is None and file is not None:
+            kept = folders.get(path)
+        if kept is not None:
+            if path not in UNLISTED and not _same(files.get(path), file):
+                conflicts.append(f"{path}: rank {kept}'s was kept, rank {rank}'s is different and was dropped")
+            return
+        for folder in _folders_of(path):
+            folders.setdefault(folder, rank)
+        if file is None:
+            folders.setdefault(path, rank)
+        else:
+            files[path] = (rank, file)
+
     for rank, part in sorted(parts.items()):
         for file in part.files:
-            owner = _owner(file.path, files, folders)
-            if owner is None:
-                files[file.path] = (rank, file)
-                folders.update({folder: rank for folder in _folders_of(file.path) if folder not in folders})
-            elif file.path not in UNLISTED and not _same(files.get(file.path), file):
-                conflicts.append(f"{file.path}: rank {owner}'s was kept, rank {rank}'s is different and was dropped")
-    empty = sorted(
-        {name for part in parts.values() for name in part.directories if _owner(name, files, folders) is None}
-    )
-    return Merge(files, tuple(empty), tuple(conflicts))
-
-
-def _owner(path: str, files: Mapping[str, tuple[int, File]], folders: Mapping[str, int]) -> int | None:
-    """The rank that has `path` already, as a file, as a folder, or by a file where `path` needs a folder."""
-    for taken in (path, *_folders_of(path)):
-        if taken in files:
-            return files[taken][0]
-    return folders.get(path)
+            claim(file.path, rank, file)
+        for folder in part.directories:
+            claim(folder, rank, None)
+    filled = {folder for path in (*files, *folders) for folder in _folders_of(path)}
+    return Merge(files, tuple(sorted(folders.keys() - filled)), tuple(conflicts))
 
 
 def _folders_of(path: str) -> list[str]:
@@ -174,12 +203,8 @@ def _folders_of(path: str) -> list[str]:
     return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
-def _same(kept: tuple[int, File] | None, file: File) -> bool:
-    return kept is not None and (kept[1].size_bytes, kept[1].hash) == (file.size_bytes, file.hash)
-
-
-def total_bytes(parts: Iterable[Part]) -> int:
-    return sum(part.size_bytes for part in parts)
+def _same(kept: tuple[int, File] | None, file: File | None) -> bool:
+    return kept is not None and file is not None and (kept[1].size_bytes, kept[1].hash) == (file.size_bytes, file.hash)
 
 
 def part_directory(staging: Path, report: int, rank: int) -> Path:

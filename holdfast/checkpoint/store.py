@@ -5,7 +5,7 @@ after a crash, by this driver or by the next, and does no harm when it was done 
 
 On a directory (a storage that promises to rename), in this order, which must not change:
 
-1. every part's files are moved into `merged/`, in the order of ranks (the bytes are durable already: the keeper's work);
+1. every part's files are moved into `merged/`, in the order of ranks (the bytes are durable: the keeper's work);
 2. the manifest is written into `merged/` and synced;
 3. every directory of `merged/` is synced, bottom up;
 4. `merged/` is renamed to its final name, which must not exist: this is the commit;
@@ -19,19 +19,20 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.checkpoint.checkpoint import MANIFEST, Checkpoint
-from holdfast.checkpoint.manifest import Manifest, Merge, Origin, Part, listed, merge
+from holdfast.checkpoint.checkpoint import CANNOT_LOCK, MANIFEST, Checkpoint
+from holdfast.checkpoint.manifest import File, Manifest, Merge, Origin, listed, merge
 from holdfast.checkpoint.transfer import FILES, damage, read_durable
 from holdfast.errors import AlreadyExists, CheckpointDamaged, CheckpointError, CheckpointFailed, NotFound
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage, rename_exclusive, sync_directory, sync_file
+from holdfast.storage.local import LocalStorage, rename_exclusive, sync_directory, write_all
 
 STAGING = ".staging"
 _FORGOTTEN = f"{STAGING}/forgotten"
@@ -45,7 +46,7 @@ def checkpoint_name(number: int) -> str:
 
 def _number_of(name: str) -> int | None:
     digits = name.removeprefix(_PREFIX)
-    return int(digits) if name.startswith(_PREFIX) and digits.isdigit() and name == checkpoint_name(int(digits)) else None
+    return int(digits) if digits.isdecimal() and name == checkpoint_name(int(digits)) else None
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class _Layout(Protocol):
     """How checkpoints lie on one kind of storage."""
 
     def publish(self, commit: Commit, merged: Merge, manifest: Manifest) -> None: ...
+    def settle(self) -> None: ...
     def manifest(self, number: int) -> bytes: ...
     def numbers(self) -> list[int]: ...
     def taken(self) -> list[int]: ...
@@ -105,11 +107,10 @@ class CheckpointStore:
             CheckpointFailed: what was staged is not whole.
             StorageError, OSError: as the storage says; the same commit may be tried again.
         """
-        with suppress(NotFound):
-            there = self.manifest(commit.number)
-            if there.origin == commit.origin:
-                return Committed(there)
-            raise AlreadyExists(f"{checkpoint_name(commit.number)} exists and comes from another report: {there.origin}")
+        there = self._found(commit)
+        if there is not None:
+            self._layout.settle()
+            return Committed(there)
         merged = merge({rank: read_durable(part) for rank, part in commit.parts.items()})
         manifest = Manifest(
             number=commit.number,
@@ -119,8 +120,27 @@ class CheckpointStore:
             metrics=commit.metrics,
             time=time.time(),
         )
-        self._layout.publish(commit, merged, manifest)
+        try:
+            self._layout.publish(commit, merged, manifest)
+        except (AlreadyExists, FileNotFoundError):  # perhaps it was done, and only the answer was lost: look
+            there = self._found(commit)
+            if there is None:
+                raise
+            manifest = there
+        self._layout.settle()
         return Committed(manifest, merged.conflicts)
+
+    def _found(self, commit: Commit) -> Manifest | None:
+        """The manifest of this very commit, if it was made before."""
+        try:
+            there = self.manifest(commit.number)
+        except NotFound:
+            return None
+        if there.origin != commit.origin:
+            raise AlreadyExists(
+                f"{checkpoint_name(commit.number)} exists and comes from another report: {there.origin}"
+            )
+        return there
 
     def manifest(self, number: int) -> Manifest:
         """Returns the manifest of a checkpoint.
@@ -137,12 +157,10 @@ class CheckpointStore:
     def open(self, number: int) -> Checkpoint:
         """Returns a reference to a checkpoint; does not look whether it is there."""
         if not isinstance(self.storage, LocalStorage):
-            raise CheckpointError(f"checkpoints on {self.storage.url} cannot be opened yet: only those of a directory can")
+            raise CheckpointError(
+                f"checkpoints on {self.storage.url} cannot be opened yet: only those of a directory can"
+            )
         return Checkpoint(self.storage.root / checkpoint_name(number))
-
-    def list(self) -> list[int]:
-        """Returns the numbers under which there is a manifest, whole or not, ascending."""
-        return self._layout.numbers()
 
     def taken(self) -> list[int]:
         """Returns the numbers under which there is anything at all, ascending."""
@@ -160,6 +178,8 @@ class CheckpointStore:
             return [f"{checkpoint_name(number)} is missing, or its manifest is"]
         except CheckpointDamaged as error:
             return [str(error)]
+        except OSError as error:
+            return [f"the manifest of {checkpoint_name(number)} cannot be read ({error.strerror})"]
 
     def in_use(self, numbers: Iterable[int]) -> frozenset[int]:
         """Returns those of `numbers` that somebody has open in `as_directory()` now."""
@@ -174,8 +194,12 @@ class CheckpointStore:
         return self._layout.remove(number)
 
     def sweep(self, keep: Iterable[str] = ()) -> None:
-        """Removes what is staged, but for the attempts named `<epoch>/<attempt>` in `keep`. The journal's owner only."""
+        """Removes what is staged, but for the attempts `<epoch>/<attempt>` in `keep`. The journal's owner only."""
         self._layout.sweep(keep)
+
+    def list(self) -> list[int]:  # the last: below it `list` is no type
+        """Returns the numbers under which there is a manifest, whole or not, ascending."""
+        return self._layout.numbers()
 
 
 class _Directories:
@@ -192,15 +216,16 @@ class _Directories:
         _gather(commit.parts, merged, target)
         for folder in merged.directories:
             (target / folder).mkdir(parents=True, exist_ok=True)
-        (target / MANIFEST).write_bytes(manifest.seal())
-        sync_file(target / MANIFEST)
+        _write_durably(target / MANIFEST, manifest.seal())
         for folder, _, _ in os.walk(target, topdown=False):
-            sync_directory(Path(folder))
+            sync_directory(folder)
         try:
             rename_exclusive(target, self._at(commit.number))
         except FileExistsError as error:
             raise AlreadyExists(f"{self._at(commit.number)} exists, without a manifest: move it away") from error
-        sync_directory(self._root)
+
+    def settle(self) -> None:
+        sync_directory(self._root)  # also of a commit that was made before: its driver may have died before this
 
     def manifest(self, number: int) -> bytes:
         try:
@@ -221,30 +246,28 @@ class _Directories:
         return missing + damage(at, manifest.files, full=full)
 
     def in_use(self, number: int) -> bool:
-        try:
-            with open(self._at(number) / MANIFEST, "rb") as manifest:
-                return not _lock(manifest.fileno())
-        except OSError:
-            return False
+        with _held(self._at(number) / MANIFEST) as alone:
+            return not alone
 
     def remove(self, number: int) -> bool:
         away = self._root / _FORGOTTEN / checkpoint_name(number)
-        with suppress(FileNotFoundError), open(self._at(number) / MANIFEST, "rb") as manifest:
-            if not _lock(manifest.fileno()):
+        with _held(self._at(number) / MANIFEST) as alone:
+            if not alone:
                 return False
-        away.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            # Renamed first: a reader finds all of a checkpoint or nothing, never half of it.
-            rename_exclusive(self._at(number), away)
-            sync_directory(self._root)
+            shutil.rmtree(away, ignore_errors=True)  # half removed before
+            away.parent.mkdir(parents=True, exist_ok=True)
+            # Renamed first, and while no reader can come: it finds all of a checkpoint or nothing, never half of it.
+            with suppress(FileNotFoundError):
+                rename_exclusive(self._at(number), away)
+                sync_directory(self._root)
         shutil.rmtree(away, ignore_errors=True)
         return True
 
     def sweep(self, keep: Iterable[str]) -> None:
         staging = self._root / STAGING
         kept = set(keep)
-        for epoch in staging.iterdir() if staging.exists() else ():
-            for attempt in epoch.iterdir():
+        for epoch in _folders_in(staging):
+            for attempt in _folders_in(epoch):
                 if f"{epoch.name}/{attempt.name}" not in kept:
                     shutil.rmtree(attempt, ignore_errors=True)
             # Never a folder of a live attempt, were it empty: its workers are about to stage there.
@@ -254,13 +277,44 @@ class _Directories:
             shutil.rmtree(staging, ignore_errors=True)
 
 
-def _lock(manifest: int) -> bool:
-    """Whether nobody reads the checkpoint of this manifest: `as_directory` holds a shared lock on it."""
+def _folders_in(folder: Path) -> list[Path]:
     try:
-        fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    except FileNotFoundError:
+        return []
+
+
+@contextmanager
+def _held(manifest: Path) -> Iterator[bool]:
+    """Whether nobody reads the checkpoint of this manifest: `as_directory` holds a shared lock on it. Nobody begins
+    while the block runs."""
+    try:
+        file = os.open(manifest, os.O_RDWR)  # to write: NFS gives no exclusive lock to who can only read
+    except (FileNotFoundError, NotADirectoryError):
+        yield True
+        return
+    except OSError:  # nobody can say
+        yield False
+        return
+    try:
+        yield _lock(file)
+    finally:
+        os.close(file)
+
+
+def _lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in CANNOT_LOCK  # there `as_directory` has warned its reader
     return True
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    path.unlink(missing_ok=True)  # not written over: after a failed fsync its file is not to be trusted
+    with open(path, "xb", buffering=0) as file:
+        write_all(file.fileno(), data)
+        os.fsync(file.fileno())
 
 
 def _gather(parts: Mapping[int, Path], merged: Merge, target: Path) -> None:
@@ -270,12 +324,11 @@ def _gather(parts: Mapping[int, Path], merged: Merge, target: Path) -> None:
     if first.exists():
         os.rename(first, target)  # the whole directory: most checkpoints have one part
     for path, (rank, file) in merged.files.items():
-        source = parts[rank] / FILES / path
         if rank != ranks[0]:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
-                os.rename(source, target / path)
-        if not (target / path).exists():
+                os.rename(parts[rank] / FILES / path, target / path)
+        if not os.path.lexists(f"{target}/{path}"):
             raise CheckpointFailed(f"{path}, staged by rank {rank} with {file.size_bytes} bytes, is gone")
 
 
@@ -289,12 +342,10 @@ class _Objects:
         name = checkpoint_name(commit.number)
         for path, (rank, _) in merged.files.items():
             self._storage.upload(commit.parts[rank] / FILES / path, f"{name}/{path}")
-        line = manifest.seal()
-        try:
-            self._storage.put(f"{name}/{MANIFEST}", line, if_absent=True)
-        except AlreadyExists:
-            if self.manifest(commit.number) != line:  # ours, and only its answer was lost, if it is the same
-                raise
+        self._storage.put(f"{name}/{MANIFEST}", manifest.seal(), if_absent=True)
+
+    def settle(self) -> None:
+        """What was put is durable."""
 
     def manifest(self, number: int) -> bytes:
         return self._storage.get(f"{checkpoint_name(number)}/{MANIFEST}")
@@ -309,15 +360,15 @@ class _Objects:
         return sorted(number for number in found if number is not None)
 
     def damage(self, manifest: Manifest, *, full: bool) -> list[str]:
-        import tempfile
+        return [problem for file in manifest.files for problem in self._damage_of(manifest.number, file, full=full)]
 
-        name = checkpoint_name(manifest.number)
-        with tempfile.TemporaryDirectory() as folder:
-            for file in manifest.files:
-                (Path(folder) / file.path).parent.mkdir(parents=True, exist_ok=True)
-                with suppress(NotFound):
-                    self._storage.download(f"{name}/{file.path}", Path(folder) / file.path)
-            return damage(Path(folder), manifest.files, full=full)
+    def _damage_of(self, number: int, file: File, *, full: bool) -> list[str]:
+        with tempfile.TemporaryDirectory(prefix="holdfast-verify-") as folder:
+            copy = Path(folder) / file.path
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(NotFound):
+                self._storage.download(f"{checkpoint_name(number)}/{file.path}", copy)
+            return damage(Path(folder), [file], full=full)
 
     def in_use(self, number: int) -> bool:
         return False

@@ -11,26 +11,34 @@ import errno
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import FileIO
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
-from holdfast.checkpoint.checkpoint import MANIFEST
+from holdfast.checkpoint.checkpoint import MANIFEST, METADATA_UNFINISHED
 from holdfast.checkpoint.manifest import File, Part
 from holdfast.errors import CheckpointFailed
-from holdfast.storage.local import sync_directory, sync_file, sync_filesystem
+from holdfast.storage.local import check_written_back, sync_file, sync_filesystem, write_all
 
 PART = "part.json"
 DURABLE = "durable.json"
 FILES = "files"
+_ANEW = "anew"  # not among the user's files, where any name can be theirs
 
 _BLOCK_BYTES = 1 << 20  # stays in the processor's cache between being read, hashed and written
 _MANY_FILES = 32  # from here on one syncfs is faster than an fsync for each
 _THREADS = 2
+_WORTH_A_THREAD_BYTES = 8 << 20  # of less work, the start of a thread is the greater part
 _FICLONE = 0x40049409  # linux/fs.h: share the extents of another file, copy on write
+_Item = TypeVar("_Item")
+_Done = TypeVar("_Done")
+_LEFT_OUT = frozenset({MANIFEST, METADATA_UNFINISHED})  # of the checkpoint that a directory was once taken from
 
 
 def stage(source: Path, part: Path, *, give: bool) -> Part:
@@ -47,15 +55,17 @@ def stage(source: Path, part: Path, *, give: bool) -> Part:
     """
     part.mkdir(parents=True)
     try:
-        found = list(_walk(source))
-        if give and not any(entry.is_shared for entry in found):
+        found = list(_walk(source, above=(os.stat(source),)))
+        if give and _can_be_taken(source, found):
             staged = _described(found)
-            (part / PART).write_bytes(staged.seal())
+            _write_note(part / PART, staged)
             if _take(source, part / FILES):  # last: from here on `source` is no more, and nothing may fail
                 return staged
         staged = _copied(source, found, part / FILES)
-        (part / PART).write_bytes(staged.seal())
+        _write_note(part / PART, staged)
     except BaseException:
+        if not os.path.lexists(source) and os.path.lexists(part / FILES):  # interrupted just after it was taken
+            os.rename(part / FILES, source)
         shutil.rmtree(part, ignore_errors=True)
         raise
     return staged
@@ -79,16 +89,18 @@ class _Found:
         return self.is_link or (self.is_file and self.status.st_nlink > 1)
 
 
-def _walk(folder: Path, prefix: str = "") -> Iterator[_Found]:
+def _walk(folder: Path, prefix: str = "", *, above: tuple[os.stat_result, ...]) -> Iterator[_Found]:
     with os.scandir(folder) as listing:
         entries = sorted(listing, key=lambda entry: entry.name)
     for entry in entries:
         name = prefix + entry.name
-        if name == MANIFEST:
-            continue  # of the checkpoint these files were once taken from
-        status = entry.stat()
+        if name in _LEFT_OUT:
+            continue
+        status = _status(entry)
         if stat.S_ISDIR(status.st_mode):
-            below = list(_walk(Path(entry.path), name + "/"))
+            if entry.is_symlink() and any(os.path.samestat(status, upper) for upper in above):
+                raise CheckpointFailed(f"{entry.path} leads back to a directory that holds it; remove that link")
+            below = list(_walk(Path(entry.path), name + "/", above=(*above, status)))
             yield from below
             if not below or entry.is_symlink():
                 yield _Found(name, status, entry.is_symlink())
@@ -98,16 +110,36 @@ def _walk(folder: Path, prefix: str = "") -> Iterator[_Found]:
             raise CheckpointFailed(f"{entry.path} is neither a file nor a directory: it cannot be kept; remove it")
 
 
+def _status(entry: os.DirEntry[str]) -> os.stat_result:
+    try:
+        return entry.stat()
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):
+            raise
+        raise CheckpointFailed(f"{entry.path} leads nowhere: it is a broken link, or was just removed") from error
+
+
+def _can_be_taken(source: Path, found: Iterable[_Found]) -> bool:
+    if os.path.islink(source) or any(os.path.lexists(source / name) for name in _LEFT_OUT):
+        return False
+    return not any(entry.is_shared for entry in found)
+
+
 def _take(source: Path, target: Path) -> bool:
     try:
         os.rename(source, target)
-    except OSError as error:
-        if error.errno == errno.EXDEV:
-            return False
-        raise
-    with contextlib.suppress(OSError):
-        (target / MANIFEST).unlink()  # of the checkpoint these files were once taken from; a commit would write over it
+    except OSError:  # another file system, a mount point, ...: a copy will do, or say what is wrong
+        return os.path.lexists(target)  # NFS reports a repeated call as failed
     return True
+
+
+def _write_note(path: Path, note: Part) -> None:
+    try:
+        line = note.seal()
+    except UnicodeEncodeError as error:
+        raise CheckpointFailed(f"{error.object!r} is not a name in UTF-8: it cannot be kept; rename it") from None
+    with open(path, "wb", buffering=0) as file:
+        write_all(file.fileno(), line)
 
 
 def _described(found: Iterable[_Found]) -> Part:
@@ -120,26 +152,25 @@ def _copied(source: Path, found: Sequence[_Found], target: Path) -> Part:
     target.mkdir()
     for folder in sorted({os.path.dirname(e.name) for e in found} | {e.name for e in found if not e.is_file}):
         (target / folder).mkdir(parents=True, exist_ok=True)
-    names = [entry.name for entry in found if entry.is_file]
-    copies = _in_threads(lambda name: _copy_file(source / name, target / name, name), names, _bytes_of(found))
+    files = [entry for entry in found if entry.is_file]
+    size_bytes = sum(entry.status.st_size for entry in files)
+    copies = _in_threads(
+        lambda file: _copy_file(f"{source}/{file.name}", f"{target}/{file.name}", file.name), files, size_bytes
+    )
     empty = tuple(e.name for e in found if not e.is_file and not any((target / e.name).iterdir()))
     return Part(tuple(copies), empty)
 
 
-def _bytes_of(found: Iterable[_Found]) -> int:
-    return sum(entry.status.st_size for entry in found if entry.is_file)
-
-
-def _in_threads(work: Callable[[str], File], names: Sequence[str], size_bytes: int) -> list[File]:
-    if len(names) < 2 or size_bytes < 64 * _BLOCK_BYTES:
-        return [work(name) for name in names]  # a thread would cost more than it saves
+def _in_threads(work: Callable[[_Item], _Done], items: Sequence[_Item], size_bytes: int) -> list[_Done]:
+    if len(items) < 2 or size_bytes < _WORTH_A_THREAD_BYTES:
+        return [work(item) for item in items]
     with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(work, names))
+        return list(pool.map(work, items))
 
 
-def _copy_file(source: Path, target: Path, name: str) -> File:
+def _copy_file(source: str, target: str, name: str) -> File:
     """Copies one file; hashes it on the way unless the file system can share its blocks."""
-    with open(source, "rb", buffering=0) as reading, open(target, "xb", buffering=0) as writing:
+    with _open_user_file(source) as reading, open(target, "xb", buffering=0) as writing:
         before = os.fstat(reading.fileno())
         os.fchmod(writing.fileno(), stat.S_IMODE(before.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
         digest = "" if _share_blocks(reading.fileno(), writing.fileno()) else _pour(reading.fileno(), writing.fileno())
@@ -147,6 +178,13 @@ def _copy_file(source: Path, target: Path, name: str) -> File:
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or copy.st_size != after.st_size:
         raise CheckpointFailed(f"{name} changed while it was read: close every file before you report its directory")
     return File(name, copy.st_size, digest, copy.st_mtime_ns)
+
+
+def _open_user_file(path: str) -> FileIO:
+    try:
+        return open(path, "rb", buffering=0)
+    except OSError as error:
+        raise CheckpointFailed(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _share_blocks(source: int, target: int) -> bool:
@@ -162,27 +200,32 @@ def _share_blocks(source: int, target: int) -> bool:
 def _pour(source: int, target: int) -> str:
     """Copies from one open file to another in one pass; returns the hash of what went through."""
     digest = xxhash.xxh3_128()
-    block = memoryview(bytearray(_BLOCK_BYTES))
-    while count := os.readv(source, [block]):
-        digest.update(block[:count])
-        written = 0
-        while written < count:
-            written += os.write(target, block[written:count])
+    for data in _blocks(source):
+        digest.update(data)
+        write_all(target, data)
     return digest.hexdigest()
 
 
-def hash_file(path: Path) -> str:
+def hash_file(path: str | Path) -> str:
     """Returns the xxh3-128 of a file's bytes, in hexadecimal."""
     digest = xxhash.xxh3_128()
-    block = memoryview(bytearray(_BLOCK_BYTES))
     with open(path, "rb", buffering=0) as reading:
-        while count := reading.readinto(block):
-            digest.update(block[:count])
+        for data in _blocks(reading.fileno()):
+            digest.update(data)
     return digest.hexdigest()
+
+
+def _blocks(file: int) -> Iterator[memoryview]:
+    """Yields the bytes of an open file, each time in the same buffer, made no larger than the file."""
+    block = memoryview(bytearray(min(os.fstat(file).st_size + 1, _BLOCK_BYTES)))
+    while count := os.readv(file, [block]):
+        yield block[:count]
 
 
 def make_durable(part: Path, known: dict[str, str], *, anew: bool = False) -> Part:
-    """Makes the files of a staged part survive the machine, and writes down their hashes in `durable.json`.
+    """Makes the bytes of a staged part survive the machine, and writes down their hashes in `durable.json`.
+
+    Their names become durable in the commit, which syncs every directory.
 
     Args:
         part: the part's directory.
@@ -196,20 +239,23 @@ def make_durable(part: Path, known: dict[str, str], *, anew: bool = False) -> Pa
     """
     with contextlib.suppress(CheckpointFailed):
         return read_durable(part)
-    staged, files = Part.unseal((part / PART).read_bytes()), part / FILES
+    staged, files = _read_note(part / PART), part / FILES
     if anew:
         for file in staged.files:
-            _write_anew(files / file.path, known.get(file.path) or file.hash)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        syncing = None if anew else pool.submit(_sync_all, files, staged)
-        hashed = list(pool.map(lambda file: _hashed(files, file, known), staged.files))
-        if syncing is not None:
+            _write_anew(files / file.path, part / _ANEW, file.hash or known.get(file.path, ""))
+    elif staged.size_bytes < _WORTH_A_THREAD_BYTES:
+        _hash_all(files, staged, known)
+        _sync_all(files, staged)
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            syncing = pool.submit(_sync_all, files, staged)
+            _hash_all(files, staged, known)
             syncing.result()
-    for file in staged.files if not anew else ():
-        _check_unchanged(files / file.path, file)
-    durable = Part(tuple(hashed), staged.directories)
-    _sync_folders(files)
-    _replace(part / DURABLE, durable.seal())
+    _check_unchanged(files, staged, anew=anew)
+    durable = Part(
+        tuple(replace(file, hash=file.hash or known[file.path]) for file in staged.files), staged.directories
+    )
+    _write_note(part / DURABLE, durable)
     return durable
 
 
@@ -219,53 +265,74 @@ def read_durable(part: Path) -> Part:
     Raises:
         CheckpointFailed: the note is torn, or there is none.
     """
+    return _read_note(part / DURABLE)
+
+
+def _read_note(path: Path) -> Part:
     try:
-        return Part.unseal((part / DURABLE).read_bytes())
+        return Part.unseal(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointFailed(f"the staged part {part} is not whole: {error}") from error
+        raise CheckpointFailed(f"the staged part {path.parent} is not whole: {path.name}: {error}") from error
 
 
-def _hashed(files: Path, file: File, known: dict[str, str]) -> File:
-    digest = file.hash or known.get(file.path) or hash_file(files / file.path)
-    known[file.path] = digest
-    return File(file.path, file.size_bytes, digest)
+def _hash_all(files: Path, staged: Part, known: dict[str, str]) -> None:
+    for file in staged.files:
+        if not file.hash and file.path not in known:
+            with _expected(file.path):
+                known[file.path] = hash_file(f"{files}/{file.path}")
 
 
-def _check_unchanged(path: Path, file: File) -> None:
-    status = os.stat(path)
-    if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-        raise CheckpointFailed(
-            f"{file.path} was still written to after it had been reported: close every file before you call report"
-        )
+def _check_unchanged(files: Path, staged: Part, *, anew: bool) -> None:
+    """Raises CheckpointFailed for what was changed, added or removed since the part was staged, but for its hash."""
+    for file in staged.files:
+        with _expected(file.path):
+            status = os.stat(f"{files}/{file.path}")
+        if not anew and (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+            raise CheckpointFailed(
+                f"{file.path} was still written to after it had been reported: close every file before you call report"
+            )
+    added = _names_below(files).difference(file.path for file in staged.files)
+    if added:
+        raise CheckpointFailed(f"{min(added)} was added after its directory had been reported: write it before")
+
+
+@contextlib.contextmanager
+def _expected(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointFailed(f"{name} was removed after it had been reported") from error
+
+
+def _names_below(folder: Path) -> set[str]:
+    cut = len(str(folder)) + 1
+    return {f"{at}/{name}"[cut:] for at, _, names in os.walk(folder) for name in names}
 
 
 def _sync_all(files: Path, staged: Part) -> None:
-    if len(staged.files) >= _MANY_FILES:
-        sync_filesystem(files)
-    else:
+    if len(staged.files) < _MANY_FILES or sys.platform != "linux":
         for file in staged.files:
-            sync_file(files / file.path)
+            with _expected(file.path):
+                sync_file(f"{files}/{file.path}")
+        return
+    sync_filesystem(files)
+    for file in staged.files:
+        with _expected(file.path):
+            check_written_back(f"{files}/{file.path}")
 
 
-def _sync_folders(files: Path) -> None:
-    """Syncs every directory of a part, from the deepest up to the part itself."""
-    for folder, _, _ in os.walk(files, topdown=False):
-        sync_directory(Path(folder))
-    sync_directory(files.parent)
-
-
-def _write_anew(path: Path, digest: str) -> None:
-    fresh = path.with_name(path.name + ".anew")
-    with open(path, "rb", buffering=0) as reading, open(fresh, "wb", buffering=0) as writing:
+def _write_anew(path: Path, fresh: Path, digest: str) -> None:
+    """Writes a file a second time, beside the user's files, and puts it in the first one's place."""
+    if not digest:
+        raise CheckpointFailed(
+            f"{path.name} could not be written, and what it was before is not known: its fsync failed"
+        )
+    fresh.unlink(missing_ok=True)
+    with open(path, "rb", buffering=0) as reading, open(fresh, "xb", buffering=0) as writing:
+        os.fchmod(writing.fileno(), stat.S_IMODE(os.fstat(reading.fileno()).st_mode))
         if _pour(reading.fileno(), writing.fileno()) != digest:
             raise CheckpointFailed(f"{path.name} could not be written: after a failed fsync its bytes are not the same")
         os.fsync(writing.fileno())
-    os.replace(fresh, path)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_bytes(data)
     os.replace(fresh, path)
 
 
@@ -278,16 +345,18 @@ def damage(directory: Path, files: Sequence[File], *, full: bool) -> list[str]:
 
     def look(file: File) -> str | None:
         try:
-            size_bytes = os.stat(directory / file.path).st_size
-            if size_bytes != file.size_bytes:
-                return f"{file.path} has {size_bytes} bytes, not {file.size_bytes}"
-            if full and hash_file(directory / file.path) != file.hash:
+            status = os.stat(f"{directory}/{file.path}")
+            if not stat.S_ISREG(status.st_mode):
+                return f"{file.path} is not a file"
+            if status.st_size != file.size_bytes:
+                return f"{file.path} has {status.st_size} bytes, not {file.size_bytes}"
+            if full and hash_file(f"{directory}/{file.path}") != file.hash:
                 return f"{file.path} has other bytes than were committed"
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return f"{file.path} is missing"
         except OSError as error:
             return f"{file.path} cannot be read ({error.strerror})"
         return None
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return [problem for problem in pool.map(look, files) if problem]
+    size_bytes = sum(file.size_bytes for file in files) if full else 0
+    return [problem for problem in _in_threads(look, files, size_bytes) if problem]
