@@ -184,7 +184,6 @@ class Driver:
         self.told = -1
         self.found_whole: int | None = None
         self.unsaid: set[int] = set()
-        self.asked_to_commit: list[int] = []
 
     def folded(self) -> RunState:
         rules = self.rules
@@ -297,7 +296,7 @@ class Driver:
             return
         if self.world.store.get(held.number) == (held.epoch, held.attempt, held.report):
             for rank in held.ranks:
-                self.done.append(lambda time, rank=rank: state.Durable(time, held.number, rank))  # type: ignore[misc]
+                self.done.append(lambda time, rank=rank: state.Durable(time, held.number, rank))
             return
         if self.keeper_lives:  # else the request is lost with it
             self.keeper += [(held.number, rank, action.anew) for rank in held.ranks if rank not in held.durable]
@@ -333,7 +332,7 @@ class Driver:
         return state.Looked(self.world.time, number, () if whole else ("rotten",))
 
     def do_remove(self, action: state.Remove) -> None:
-        self.disk.extend(lambda number=number: self.remove(number) for number in action.numbers)  # type: ignore[misc]
+        self.disk.extend(lambda number=number: self.remove(number) for number in action.numbers)
 
     def remove(self, number: int) -> None:
         world = self.world
@@ -367,9 +366,9 @@ class Driver:
         moves: list[Callable[[], None]] = []
         for worker in self.workers:
             if worker.outbox:
-                moves.append(lambda worker=worker: self.deliver(worker))  # type: ignore[misc]
+                moves.append(lambda worker=worker: self.deliver(worker))
             if not worker.ended and not worker.stalled and worker.waits_in is None:
-                moves.append(lambda worker=worker: self.work(worker))  # type: ignore[misc]
+                moves.append(lambda worker=worker: self.work(worker))
         if self.keeper:
             moves.append(self.keep)
         if self.disk:
@@ -581,7 +580,7 @@ def play(seed: int) -> World:
     try:
         for life in range(rules.drivers):
             live(Driver(world, rules, dice), last=life == rules.drivers - 1)
-        check_history(rules, world)
+        check_history(world)
     except Exception as error:
         story = "\n".join(world.trace)
         raise Violation(f"seed {seed}: {error}\n{rules}\n{story}") from error
@@ -616,6 +615,10 @@ def live(driver: Driver, *, last: bool) -> None:
     raise Violation("the run ends")
 
 
-def check_history(rules: Rules, world: World) -> None:
-    steps = [row["training_iteration"] for row in history(world.journal)]
+def check_history(world: World) -> None:
+    rows = history(world.journal)
+    require(
+        all(row["step"] == row["training_iteration"] for row in rows), "a report counts from where its attempt began"
+    )
+    steps = [row["training_iteration"] for row in rows]
     require(steps == list(range(1, len(steps) + 1)), "each step is in the history once, in order")
