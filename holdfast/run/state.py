@@ -1,8 +1,8 @@
 """The state of one run: an event in, records and actions out. Pure: no file, process, clock or random number.
 
-The durable half of the state is the fold of the run's records (`fold`), live and after a restart alike. The live half is
-what this driver's processes are doing. What is owed (an answer, a commit, an end) is derived from both, never remembered
-from the moment it came up.
+The durable half of the state is the fold of the run's records (`fold`), live and after a restart alike. The live half
+is what this driver's processes are doing. What is owed (an answer, a commit, an end) is derived from both, never
+remembered from the moment it came up.
 
     settling ──▶ looking ──▶ running ──▶ stopping
        ▲  every staged     newest one     │ every rank
@@ -33,7 +33,7 @@ NAME_MISSING_AFTER_S = 30.0
 CATCH_UP_S = 5.0  # after a failure: for the other ranks' reports that the failed one has made already
 KEEPER_DEATHS_LIMIT = 5
 
-# ---------------------------------------------------------------------------------------------------------------- events
+# --------------------------------------------------------------------------------------------------------------- events
 
 
 class Event(Struct, frozen=True):
@@ -132,7 +132,7 @@ class Tick(Event, frozen=True):
     """Time has passed."""
 
 
-# --------------------------------------------------------------------------------------------------------------- actions
+# -------------------------------------------------------------------------------------------------------------- actions
 
 
 class Look(Struct, frozen=True):
@@ -207,7 +207,7 @@ class Sweep(Struct, frozen=True):
 
 Action = Look | StartGang | StopGang | Answer | Tell | Persist | MakeCommit | Remove | Discard | Sweep
 
-# ----------------------------------------------------------------------------------------------------------------- state
+# ---------------------------------------------------------------------------------------------------------------- state
 
 
 class Held(Struct):
@@ -542,7 +542,7 @@ class RunState:
         if pending.missed and is_whole:
             self._events.append(events.WaitingOver(pending.missed, time=time))
         first = min(pending.metrics)
-        values = {
+        values: dict[str, Any] = {
             "attempt": self.attempt,
             "report": report,
             "iteration": self._base_iteration + report + 1,
@@ -595,7 +595,7 @@ class RunState:
         self._commit_in_order()
 
     def _commit_in_order(self) -> None:
-        """Commits the oldest staged one if it is durable: one after the other, the newest committed one only gets newer."""
+        """Commits the oldest staged one, once it is durable: the newest committed one only ever gets newer."""
         for held in self.staged.values():
             if held.is_durable and not held.committing:
                 held.committing = True
@@ -677,7 +677,7 @@ class RunState:
         self._commit_in_order()
 
     def _raise(self, number: int, error: str) -> None:
-        """Lets `report` raise in every rank that waits for this checkpoint; where none does, in the next that reports one."""
+        """Lets `report` raise in every rank that waits for this checkpoint, or else in the next that is answered."""
         waiting = [owed for owed in self._owed if owed.number == number]
         self._owed = [owed for owed in self._owed if owed.number != number]
         if waiting and self.phase == "running":
@@ -727,8 +727,8 @@ class RunState:
         if waited >= self._report_timeout_s:
             self.goal = "fail"
             self.reason = (
-                f"rank {here} waited {waited:.0f} s (report_timeout_s) in its report number {report + 1} for rank {away}: "
-                "call report on every rank, equally often"
+                f"rank {here} waited {waited:.0f} s (report_timeout_s) in its report number {report + 1} "
+                f"for rank {away}: call report on every rank, equally often"
             )
             self._stop(time)
 

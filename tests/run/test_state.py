@@ -43,6 +43,7 @@ class Play:
         failures: FailureConfig | None = None,
         **checkpoints: Any,
     ) -> None:
+        self.world_size = world_size
         self.journal: list[Record] = list(after.journal) if after else []
         epoch = after.epoch + 1 if after else 1
         self.epoch, self.time = epoch, after.time if after else 100.0
@@ -74,7 +75,7 @@ class Play:
 
     def stage(self, report: int, **values: Any) -> list[state.Action]:
         """Every rank reports a part."""
-        ranks = range(len(self.run._ranks))
+        ranks = range(self.world_size)
         return [action for rank in ranks for action in self.report(rank, report, gives=True, **values)]
 
     def durable(self, number: int, *ranks: int) -> list[state.Action]:
@@ -104,11 +105,11 @@ class Play:
         return self.happens(state.Exited, rank=rank, how="ended by SIGKILL")
 
     def kill_all(self) -> list[state.Action]:
-        return [action for rank in range(len(self.run._ranks)) for action in self.kill(rank)]
+        return [action for rank in range(self.world_size) for action in self.kill(rank)]
 
     def finish(self, *ranks: int) -> list[state.Action]:
         actions: list[state.Action] = []
-        for rank in ranks or range(len(self.run._ranks)):
+        for rank in ranks or range(self.world_size):
             actions += self.happens(state.Returned, rank=rank, value=f"of {rank}")
             actions += self.happens(state.Exited, rank=rank, how="")
         return actions
@@ -506,6 +507,33 @@ def test_a_rank_that_ends_before_it_returned_is_a_failure_also_with_the_others_d
     assert play.journal[-1]["kind"] == "failed"
 
 
+def test_a_run_goes_on_until_the_processes_that_returned_are_gone():
+    play = Play(2)
+    for rank in (0, 1):
+        play.happens(state.Returned, rank=rank, value=None)
+    assert play.run.phase == "running"
+    play.kill_all()
+    assert play.journal[-1]["kind"] == "finished"
+
+
+def test_what_an_attempt_left_incomplete_is_no_part_of_the_next():
+    play = Play(2, failures=FailureConfig(max_failures=1))
+    play.report(0, 0, gives=True)
+    play.kill_all()
+    play.report(0, 0)
+    play.report(1, 0)
+    assert play.of_kind("staged") == []
+    assert [record["attempt"] for record in play.of_kind("report")] == [1, 2]
+
+
+def test_a_rank_of_an_attempt_that_is_over_is_answered_no_more():
+    play = Play(1, failures=FailureConfig(max_failures=1))
+    play.stage(0, sync=True)
+    play.kill(0)
+    play.durable(0)
+    assert of(Answer, play.commit(0)) == []
+
+
 def test_processes_that_cannot_be_started_fail_the_run():
     play = Play(2, failures=FailureConfig(max_failures=-1))
     play.happens(state.GangRefused, attempt=1, reason="no such GPU")
@@ -625,6 +653,20 @@ def test_an_error_is_not_spent_on_a_rank_that_is_being_ended():
     assert [bool(answer.error) for answer in answers] == [True, False]
 
 
+def test_an_error_is_not_spent_on_a_report_of_a_gang_that_is_being_ended():
+    play = Play(2, failures=FailureConfig(max_failures=1))
+    play.stage(0)
+    play.refuse(0, passing=False)
+    play.report(0, 1, gives=True)
+    play.kill(0)
+    assert [answer.error for answer in of(Answer, play.report(1, 1, gives=True))] == [None, None]
+    play.kill(1)
+    play.durable(1, 0, 1)
+    play.commit(1)
+    play.looked(1)
+    assert [bool(answer.error) for answer in of(Answer, play.stage(0))] == [True, False]
+
+
 def test_an_abandoned_checkpoint_that_no_answer_could_raise_fails_the_run_at_its_end():
     play = Play(1)
     play.stage(0)
@@ -689,7 +731,7 @@ def test_missing_ranks_are_named_after_30_s_and_once():
     play.tick(29.9)
     assert play.told == []
     play.tick(0.2)
-    assert "rank 1 to call report" in play.told[0].what  # type: ignore[attr-defined]
+    assert "rank 1 to call report" in play.told[0].what
     play.tick(30)
     assert play.told == []
     assert play.run.phase == "running"
@@ -711,7 +753,7 @@ def test_a_report_timeout_below_30_s_is_kept_to():
     play.report(0, 0, gives=True)
     assert play.run.deadline() == pytest.approx(play.time + 5)
     assert play.tick(5) == [StopGang(1)]
-    assert "rank 1 to call report" in play.told[0].what  # type: ignore[attr-defined]
+    assert "rank 1 to call report" in play.told[0].what
 
 
 def test_it_is_said_when_missing_ranks_have_come():
