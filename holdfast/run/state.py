@@ -567,13 +567,18 @@ class RunState:
         """Answers every rank whose answer is due now."""
         waiting: list[_Owed] = []
         for owed in self._owed:
-            if self._errors and self.phase == "running":
+            if self._errors and self._goes_on:
                 self._actions.append(Answer(owed.rank, owed.report, owed.number, self._errors.pop(0)))
             elif self._may_return(owed):
                 self._actions.append(Answer(owed.rank, owed.report, owed.number))
             else:
                 waiting.append(owed)
         self._owed = waiting
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether this attempt goes on: who is answered can still do something about it."""
+        return self.phase == "running" and self._catching_up_until is None
 
     def _may_return(self, owed: _Owed) -> bool:
         if owed.sync and owed.number in self.staged:
@@ -680,7 +685,7 @@ class RunState:
         """Lets `report` raise in every rank that waits for this checkpoint, or else in the next that is answered."""
         waiting = [owed for owed in self._owed if owed.number == number]
         self._owed = [owed for owed in self._owed if owed.number != number]
-        if waiting and self.phase == "running":
+        if waiting and self._goes_on:
             self._actions += [Answer(owed.rank, owed.report, number, error) for owed in waiting]
         else:
             self._errors.append(error)

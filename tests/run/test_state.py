@@ -471,6 +471,42 @@ def test_when_a_rank_raises_the_others_are_stopped_and_every_traceback_is_kept()
     assert play.run.goal == "fail"
 
 
+def test_a_rank_that_failed_ahead_of_the_others_is_waited_for_by_what_it_reported_being_staged():
+    play = Play(3)
+    play.report(1, 0)
+    assert play.happens(state.Raised, rank=1, traceback="ValueError") == []
+    assert play.kill(1) == []
+    assert play.report(0, 0, gives=True) == []
+    actions = play.report(2, 0, gives=True)
+    assert actions.index(Answer(0, 0, 0)) < actions.index(StopGang(1))
+    assert play.of_kind("staged")[0]["parts"] == [0, 2]
+
+
+def test_the_others_are_given_5_s_to_catch_up_with_a_rank_that_failed():
+    play = Play(2)
+    play.report(1, 0)
+    play.kill(1)
+    deadline = play.run.deadline()
+    assert deadline == pytest.approx(play.time + 5)
+    assert play.tick(4.9) == []
+    assert play.tick(0.2) == [StopGang(1)]
+    assert play.run.deadline() is None
+
+
+def test_no_rank_is_waited_for_that_cannot_catch_up():
+    play = Play(4)
+    play.report(0, 0)
+    play.finish(1)
+    play.happens(state.Raised, rank=2, traceback="ValueError")
+    assert play.run.phase == "stopping"  # rank 2 was behind, not ahead
+    play = Play(3)
+    play.report(0, 0)
+    play.finish(1)
+    play.kill(0)
+    assert play.run.phase == "running"
+    assert play.kill(2) == [StopGang(1), Sweep(None)]
+
+
 def test_a_run_finishes_when_every_rank_returned_and_is_gone_and_every_checkpoint_is_committed():
     play = Play(2)
     play.stage(0)
