@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import importlib
+import io
 import os
 import sys
 import threading
@@ -12,6 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any, TextIO
 
 from holdfast import plain
 from holdfast.engines.base import Channel, ProcessSpec
@@ -68,10 +71,26 @@ class Surroundings:
         sys.argv[:] = self.argv
         redirect(self.stdout, 1)
         redirect(self.stderr, 2)
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        sys.stdout, sys.stderr = _stream(1, sys.stdout), _stream(2, sys.stderr)
         fresh_main(self.argv)
+
+
+class _Log(io.FileIO):
+    """What a full disk does not take is lost from the log, rather than the training that printed it."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return len(data)
+
+
+def _stream(descriptor: int, old: TextIO) -> TextIO:
+    encoding = getattr(old, "encoding", None) or "utf-8"
+    log = io.BufferedWriter(_Log(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(log, encoding, errors="backslashreplace", line_buffering=True)
 
 
 def _each(change: Callable[[str], str], value: plain.Plain) -> plain.Plain:

@@ -32,7 +32,7 @@ from holdfast.engines import forked
 from holdfast.engines.connection import Frames, Peer
 
 _SOCKETS_AT_ONCE = 64
-_IDLE_S = 1.0
+_IDLE_S = 10.0  # nothing can interrupt an import: not while a script is likely to ask for its next gang
 # Sent to every process of a job when it is to end: the driver decides what that means for the workers.
 _NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 END = signal.SIGALRM

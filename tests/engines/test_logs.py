@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from holdfast.engines import entry
 from holdfast.engines.logs import LogFollower
 from tests.engines.contract import until
 
@@ -80,3 +82,10 @@ def test_bytes_that_are_no_text_are_shown_somehow(
         file.write(b"\xff ok\n")
     logs.drain()
     assert capsys.readouterr().out == "[rank 0] \ufffd ok\n"
+
+
+def test_a_full_disk_costs_a_line_of_the_log_and_not_the_training_that_printed_it() -> None:
+    with open("/dev/full", "w") as full:
+        log = entry._stream(full.fileno(), sys.stdout)
+        print("lost", file=log)
+        log.flush()
