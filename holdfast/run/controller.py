@@ -139,7 +139,8 @@ class RunController:
 
     def obey(self) -> list[events.Event]:
         """Does what the written records say; returns what observers are to hear."""
-        for action in self.state.take_actions():
+        # Who waits is answered first: of the other actions none depends on an answer.
+        for action in sorted(self.state.take_actions(), key=lambda action: not isinstance(action, state.Answer)):
             getattr(self, "_do_" + type(action).__name__.lower())(action)
         happened, self._events = self._events + self.state.take_events(), []
         return happened
@@ -254,7 +255,7 @@ class RunController:
         held = self.state.held.get(action.number)
         if held is None:
             return
-        if self._is_published(held):
+        if held.epoch != self._own.epoch and self._is_published(held):  # by a driver that died before it wrote so
             self._done.extend(state.Durable(now(), held.number, rank) for rank in held.ranks)
             self._engine.wake()
             return
