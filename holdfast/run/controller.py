@@ -25,10 +25,10 @@ from holdfast.checkpoint.store import STAGING, CheckpointStore, Commit
 from holdfast.engines.base import Engine, Exit, Message, Process, ProcessSpec
 from holdfast.errors import EngineError, HoldfastError, OwnershipLost, StorageError
 from holdfast.plain import decode, encode
-from holdfast.run import keeper, state
+from holdfast.run import keeper, signals
 from holdfast.run.config import RunSpec
 from holdfast.run.session import Assignment, StorageContext, TrainContext
-from holdfast.run.state import Record, RunState
+from holdfast.run.state import Held, Record, RunState
 from holdfast.run.worker import pack
 from holdfast.storage.local import storage_error
 
@@ -101,9 +101,9 @@ class RunController:
         self._keeper: Process | None = None
         self._own_keeper = Keeper()  # for when the other one dies and dies
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="holdfast-disk")
-        self._done: deque[state.Event | BaseException] = deque()
+        self._done: deque[signals.Event | BaseException] = deque()
         self._events: list[events.Event] = []
-        self.state.apply(state.Begun(now(), tuple(store.taken()), tuple(store.list())))
+        self.state.apply(signals.Begun(now(), tuple(store.taken()), tuple(store.list())))
 
     @property
     def ended(self) -> bool:
@@ -134,13 +134,13 @@ class RunController:
             self.state.apply(event)
         deadline = self.state.deadline()
         if deadline is not None and now() >= deadline:
-            self.state.apply(state.Tick(now()))
+            self.state.apply(signals.Tick(now()))
         return self.state.take_records()
 
     def obey(self) -> list[events.Event]:
         """Does what the written records say; returns what observers are to hear."""
         # Who waits is answered first: of the other actions none depends on an answer.
-        for action in sorted(self.state.take_actions(), key=lambda action: not isinstance(action, state.Answer)):
+        for action in sorted(self.state.take_actions(), key=lambda action: not isinstance(action, signals.Answer)):
             getattr(self, "_do_" + type(action).__name__.lower())(action)
         happened, self._events = self._events + self.state.take_events(), []
         return happened
@@ -166,16 +166,16 @@ class RunController:
         at = now()
         if isinstance(arrived, Exit):
             del self._ranks[arrived.process.id]
-            self.state.apply(state.Exited(at, attempt, rank, _how_it_ended(arrived.status)))
+            self.state.apply(signals.Exited(at, attempt, rank, _how_it_ended(arrived.status)))
             return
         message = decode(arrived.data)
         kind = message["t"]
         if kind == "report":
             self.state.apply(_reported(at, attempt, rank, message))
         elif kind == "returned":
-            self.state.apply(state.Returned(at, attempt, rank, message["value"]))
+            self.state.apply(signals.Returned(at, attempt, rank, message["value"]))
         elif kind == "raised":
-            self.state.apply(state.Raised(at, attempt, rank, message["traceback"]))
+            self.state.apply(signals.Raised(at, attempt, rank, message["traceback"]))
         elif kind == "publish":
             self._tell_gang({"t": "published", "key": message["key"], "value": message["value"]})
         elif kind == "waiting":
@@ -187,17 +187,17 @@ class RunController:
         at = now()
         if isinstance(arrived, Exit):
             self._keeper = None
-            self.state.apply(state.KeeperDied(at))
+            self.state.apply(signals.KeeperDied(at))
             return
         answer = decode(arrived.data)
         if "error" in answer:
-            self.state.apply(state.StorageFailed(at, answer["number"], answer["error"], answer["passing"]))
+            self.state.apply(signals.StorageFailed(at, answer["number"], answer["error"], answer["passing"]))
         else:
-            self.state.apply(state.Durable(at, answer["number"], answer["rank"]))
+            self.state.apply(signals.Durable(at, answer["number"], answer["rank"]))
 
     # ---- what is to be done
 
-    def _do_startgang(self, action: state.StartGang) -> None:
+    def _do_startgang(self, action: signals.StartGang) -> None:
         checkpoint = self._spec.start_from if action.checkpoint is None else self._store.open(action.checkpoint).path
         try:
             self._place.staging(self._own.epoch, action.attempt).mkdir(parents=True, exist_ok=True)
@@ -205,7 +205,7 @@ class RunController:
                 [self._process(rank, action.attempt, checkpoint) for rank in range(self._spec.world_size)]
             )
         except (EngineError, OSError) as error:
-            self._done.append(state.GangRefused(now(), action.attempt, str(error)))
+            self._done.append(signals.GangRefused(now(), action.attempt, str(error)))
             self._engine.wake()
             return
         self._ranks.update({process.id: (action.attempt, rank) for rank, process in enumerate(self._gang)})
@@ -234,14 +234,14 @@ class RunController:
             stderr=self._place.log(rank, "stderr"),
         )
 
-    def _do_stopgang(self, action: state.StopGang) -> None:
+    def _do_stopgang(self, action: signals.StopGang) -> None:
         self._engine.stop(self._gang)
         self._engine.wake()  # their exits are there to be polled
 
-    def _do_answer(self, action: state.Answer) -> None:
+    def _do_answer(self, action: signals.Answer) -> None:
         self._tell(action.rank, {"t": "answer", "n": action.report, "number": action.number, "error": action.error})
 
-    def _do_tell(self, action: state.Tell) -> None:
+    def _do_tell(self, action: signals.Tell) -> None:
         self._tell_gang({"t": "committed", "path": self._store.open(action.number).path})
 
     def _tell_gang(self, message: dict[str, Any]) -> None:
@@ -251,12 +251,12 @@ class RunController:
     def _tell(self, rank: int, message: dict[str, Any]) -> None:
         self._engine.send(self._gang[rank], encode(message))
 
-    def _do_persist(self, action: state.Persist) -> None:
+    def _do_persist(self, action: signals.Persist) -> None:
         held = self.state.held.get(action.number)
         if held is None:
             return
         if held.epoch != self._own.epoch and self._is_published(held):  # by a driver that died before it wrote so
-            self._done.extend(state.Durable(now(), held.number, rank) for rank in held.ranks)
+            self._done.extend(signals.Durable(now(), held.number, rank) for rank in held.ranks)
             self._engine.wake()
             return
         for rank in sorted(set(held.ranks) - held.durable):
@@ -266,17 +266,17 @@ class RunController:
                 request = keeper.ask(held.number, rank, self._part(held, rank), anew=False)
                 self._engine.send(self._started_keeper(), request)
 
-    def _persist(self, number: int, rank: int, part: Path) -> state.Event:
+    def _persist(self, number: int, rank: int, part: Path) -> signals.Event:
         failure = self._own_keeper.persist(part, anew=False)
         if failure is None:
-            return state.Durable(now(), number, rank)
-        return state.StorageFailed(now(), number, failure.reason, failure.passing)
+            return signals.Durable(now(), number, rank)
+        return signals.StorageFailed(now(), number, failure.reason, failure.passing)
 
-    def _do_endkeeper(self, action: state.EndKeeper) -> None:
+    def _do_endkeeper(self, action: signals.EndKeeper) -> None:
         if self._keeper is not None:
             self._engine.stop([self._keeper])
 
-    def _is_published(self, held: state.Held) -> bool:
+    def _is_published(self, held: Held) -> bool:
         with suppress(HoldfastError):
             return self._store.manifest(held.number).origin == self._origin(held)
         return False
@@ -286,18 +286,18 @@ class RunController:
             self._keeper = self._engine.start_service(ProcessSpec(entry=KEEPER, payload=b"", name="keeper"))
         return self._keeper
 
-    def _part(self, held: state.Held, rank: int) -> Path:
+    def _part(self, held: Held, rank: int) -> Path:
         return part_directory(self._place.staging(held.epoch, held.attempt), held.report, rank)
 
-    def _origin(self, held: state.Held) -> Origin:
+    def _origin(self, held: Held) -> Origin:
         return Origin(self._place.experiment, held.epoch, held.attempt, held.report)
 
     # ---- on the disk's thread, one after the other
 
-    def _on_disk(self, work: Callable[..., state.Event | None], *arguments: Any) -> None:
+    def _on_disk(self, work: Callable[..., signals.Event | None], *arguments: Any) -> None:
         def run() -> None:
             try:
-                event: state.Event | BaseException | None = work(*arguments)
+                event: signals.Event | BaseException | None = work(*arguments)
             except BaseException as error:  # raised again by `collect`, in the thread of the run's owner
                 event = error
             if event is not None:
@@ -306,7 +306,7 @@ class RunController:
 
         self._disk.submit(run)
 
-    def _do_makecommit(self, action: state.MakeCommit) -> None:
+    def _do_makecommit(self, action: signals.MakeCommit) -> None:
         held = self.state.held.get(action.number)
         if held is not None:
             parts = {rank: self._part(held, rank) for rank in held.ranks}
@@ -314,7 +314,7 @@ class RunController:
             commit = Commit(held.number, self._origin(held), parts, held.metrics)
             self._on_disk(self._commit, commit, retained)
 
-    def _commit(self, commit: Commit, retained: list[int]) -> state.Event:
+    def _commit(self, commit: Commit, retained: list[int]) -> signals.Event:
         try:
             # The number is given for good before anything lies under it; and a manifest that a driver publishes is one
             # that the next driver finds in the journal.
@@ -325,52 +325,52 @@ class RunController:
             raise
         except OSError as error:
             failure = storage_error("commit", self._store.open(commit.number).path, error)
-            return state.StorageFailed(now(), commit.number, str(failure), failure.transient, "commit")
+            return signals.StorageFailed(now(), commit.number, str(failure), failure.transient, "commit")
         except StorageError as error:
-            return state.StorageFailed(now(), commit.number, str(error), error.transient, "commit")
+            return signals.StorageFailed(now(), commit.number, str(error), error.transient, "commit")
         except HoldfastError as error:
-            return state.StorageFailed(now(), commit.number, str(error), False, "commit")
+            return signals.StorageFailed(now(), commit.number, str(error), False, "commit")
         path = self._store.open(commit.number).path
         in_use = self._store.in_use(retained)
-        return state.Committed(now(), commit.number, path, done.manifest.size_bytes, done.conflicts, in_use)
+        return signals.Committed(now(), commit.number, path, done.manifest.size_bytes, done.conflicts, in_use)
 
-    def _do_look(self, action: state.Look) -> None:
+    def _do_look(self, action: signals.Look) -> None:
         self._on_disk(self._look, action.number, self._spec.checkpoints.verify == "full")
 
-    def _look(self, number: int, full: bool) -> state.Event:
+    def _look(self, number: int, full: bool) -> signals.Event:
         try:
-            return state.Looked(now(), number, tuple(self._store.verify(number, full=full)))
+            return signals.Looked(now(), number, tuple(self._store.verify(number, full=full)))
         except StorageError as error:
-            return state.LookFailed(now(), number, str(error), error.transient)
+            return signals.LookFailed(now(), number, str(error), error.transient)
         except HoldfastError as error:
-            return state.LookFailed(now(), number, str(error), False)
+            return signals.LookFailed(now(), number, str(error), False)
 
-    def _do_remove(self, action: state.Remove) -> None:
+    def _do_remove(self, action: signals.Remove) -> None:
         self._on_disk(self._cleaning, self._remove, action.numbers)
 
-    def _cleaning(self, work: Callable[..., state.Event | None], *arguments: Any) -> state.Event | None:
+    def _cleaning(self, work: Callable[..., signals.Event | None], *arguments: Any) -> signals.Event | None:
         """Does what may fail without harm: nothing is needed any more of what is removed."""
         self._own.sync()  # forget before delete: the record survives what the bytes do not
         self._own.look()
         try:
             return work(*arguments)
         except OSError as error:
-            return state.CleaningFailed(now(), f"{error.filename or self._place.folder} stays: {error.strerror}")
+            return signals.CleaningFailed(now(), f"{error.filename or self._place.folder} stays: {error.strerror}")
 
-    def _remove(self, numbers: Iterable[int]) -> state.Event | None:
+    def _remove(self, numbers: Iterable[int]) -> signals.Event | None:
         put_off = tuple(number for number in numbers if not self._store.remove(number))
-        return state.PutOff(now(), put_off) if put_off else None
+        return signals.PutOff(now(), put_off) if put_off else None
 
-    def _do_discard(self, action: state.Discard) -> None:
+    def _do_discard(self, action: signals.Discard) -> None:
         self._on_disk(self._cleaning, self._discard, action)
 
-    def _discard(self, action: state.Discard) -> None:
+    def _discard(self, action: signals.Discard) -> None:
         rmtree(self._place.staging(action.epoch, action.attempt) / str(action.report), ignore_errors=True)
         if action.abandoned is not None:
             origin = Origin(self._place.experiment, action.epoch, action.attempt, action.report)
             self._store.discard(action.abandoned, origin)
 
-    def _do_sweep(self, action: state.Sweep) -> None:
+    def _do_sweep(self, action: signals.Sweep) -> None:
         keep = [] if action.keep_attempt is None else [f"{self._own.epoch}/{action.keep_attempt}"]
         self._on_disk(self._cleaning, self._sweep, keep)
 
@@ -386,8 +386,8 @@ def now() -> float:
     return _EPOCH_S + time.monotonic()
 
 
-def _reported(at: float, attempt: int, rank: int, message: dict[str, Any]) -> state.Reported:
-    return state.Reported(
+def _reported(at: float, attempt: int, rank: int, message: dict[str, Any]) -> signals.Reported:
+    return signals.Reported(
         at,
         attempt,
         rank,

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.run import state
+from holdfast.run import signals
 from holdfast.run.config import CheckpointConfig, FailureConfig
 from holdfast.run.result import history
 from holdfast.run.state import Record, RunState
@@ -138,15 +138,15 @@ class Worker:
     ended: bool = False
     stalled: bool = False
     returned: bool = False
-    outbox: deque[Callable[[float], state.Event]] = field(default_factory=deque)
+    outbox: deque[Callable[[float], signals.Event]] = field(default_factory=deque)
 
-    def send(self, event: type[state.RankEvent], **values: Any) -> None:
+    def send(self, event: type[signals.RankEvent], **values: Any) -> None:
         self.outbox.append(lambda time: event(time, self.attempt, self.rank, **values))
 
     def end(self, how: str = "killed") -> None:
         if not self.ended:
             self.ended, self.waits_in = True, None
-            self.send(state.Exited, how=how)
+            self.send(signals.Exited, how=how)
 
 
 @dataclass
@@ -158,7 +158,7 @@ class Commit:
     origin: Origin
     ranks: tuple[int, ...]
 
-    def __call__(self) -> state.Event:
+    def __call__(self) -> signals.Event:
         return self.driver.commit(self.number, self.origin, self.ranks)
 
 
@@ -177,9 +177,9 @@ class Driver:
         self.workers: list[Worker] = []
         self.keeper: list[tuple[int, int]] = []  # number, rank
         self.keeper_lives, self.keeper_deaths = True, 0
-        self.disk: deque[Callable[[], state.Event | None]] = deque()
-        self.done: deque[Callable[[float], state.Event]] = deque()
-        self.echoes: list[state.Event] = []
+        self.disk: deque[Callable[[], signals.Event | None]] = deque()
+        self.done: deque[Callable[[float], signals.Event]] = deque()
+        self.echoes: list[signals.Event] = []
         self.in_use: frozenset[int] = frozenset()
         self.told = -1
         self.found_whole: int | None = None
@@ -194,7 +194,7 @@ class Driver:
 
     # ---- the loop of the controller
 
-    def apply(self, event: state.Event) -> None:
+    def apply(self, event: signals.Event) -> None:
         self.world.trace.append(str(event))
         self.state.apply(event)
 
@@ -218,7 +218,7 @@ class Driver:
             self.obey(action)
         self.state.take_events()
 
-    def obey(self, action: state.Action) -> None:
+    def obey(self, action: signals.Action) -> None:
         self.world.trace.append(f"  action {action}")
         getattr(self, "do_" + type(action).__name__.lower())(action)
 
@@ -242,14 +242,14 @@ class Driver:
 
     # ---- actions
 
-    def do_startgang(self, action: state.StartGang) -> None:
+    def do_startgang(self, action: signals.StartGang) -> None:
         world = self.world
         newest = max(world.committed - world.let_go - world.damaged, default=None)
         require(action.checkpoint == newest, "an attempt starts from the newest checkpoint that is whole")
         require(newest is None or newest == self.found_whole, "the start was looked at")
         require(all(worker.ended for worker in self.workers), "the gang before is gone")
         if self.dice.random() < 0.01:
-            self.done.append(lambda time: state.GangRefused(time, action.attempt, "no room"))
+            self.done.append(lambda time: signals.GangRefused(time, action.attempt, "no room"))
             return
         steps = next(
             (r["iteration"] for r in world.journal if r["kind"] == "staged" and r["number"] == action.checkpoint), 0
@@ -257,12 +257,12 @@ class Driver:
         self.workers = [Worker(action.attempt, rank, steps) for rank in range(self.rules.world_size)]
         self.told = -1 if action.checkpoint is None else action.checkpoint
 
-    def do_stopgang(self, action: state.StopGang) -> None:
+    def do_stopgang(self, action: signals.StopGang) -> None:
         for worker in self.workers:
             require(worker.attempt <= action.attempt, "what is stopped is there")
             worker.end("stopped")
 
-    def do_answer(self, action: state.Answer) -> None:
+    def do_answer(self, action: signals.Answer) -> None:
         world, worker = self.world, self.workers[action.rank]
         record = next(r for r in world.journal if r["kind"] == "staged" and r["number"] == action.number)
         require(action.rank in record["parts"] and record["report"] == action.report, "an answer belongs to a part")
@@ -278,25 +278,25 @@ class Driver:
         elif self.dice.random() < 0.5:
             self.raise_in(worker, action.error)
 
-    def check_answer(self, action: state.Answer, *, sync: bool) -> None:
+    def check_answer(self, action: signals.Answer, *, sync: bool) -> None:
         require(action.number not in self.unsaid, "who waits for an abandoned checkpoint is told so")
         require(not sync or action.number in self.world.committed, "sync returns after the commit")
         behind = [held for held in self.state.staged.values() if not held.is_durable]
         require(len(behind) <= 2, "at most two checkpoints are waited for by nobody")
         self.world.promised.add(action.number)
 
-    def do_tell(self, action: state.Tell) -> None:
+    def do_tell(self, action: signals.Tell) -> None:
         require(action.number in self.world.committed, "only committed checkpoints are told of")
         require(action.number > self.told, "the newest checkpoint only gets newer")
         self.told = action.number
 
-    def do_persist(self, action: state.Persist) -> None:
+    def do_persist(self, action: signals.Persist) -> None:
         held = self.state.held.get(action.number)
         if held is None:
             return
         if self.world.store.get(held.number) == (held.epoch, held.attempt, held.report):
             for rank in held.ranks:
-                self.done.append(lambda time, rank=rank: state.Durable(time, held.number, rank))
+                self.done.append(lambda time, rank=rank: signals.Durable(time, held.number, rank))
             return
         asked = [(held.number, rank) for rank in held.ranks if rank not in held.durable]
         if action.in_driver:
@@ -306,10 +306,10 @@ class Driver:
             if self.keeper_deaths:
                 self.kill_keeper_once()
 
-    def do_endkeeper(self, action: state.EndKeeper) -> None:
+    def do_endkeeper(self, action: signals.EndKeeper) -> None:
         self.kill_keeper()
 
-    def do_makecommit(self, action: state.MakeCommit) -> None:
+    def do_makecommit(self, action: signals.MakeCommit) -> None:
         held = self.state.held.get(action.number)
         if held is not None:
             older = [h for h in self.state.held.values() if h.number < held.number and not h.committed]
@@ -317,7 +317,7 @@ class Driver:
             origin = (held.epoch, held.attempt, held.report)
             self.disk.append(Commit(self, action.number, origin, held.ranks))
 
-    def commit(self, number: int, origin: Origin, ranks: tuple[int, ...]) -> state.Event:
+    def commit(self, number: int, origin: Origin, ranks: tuple[int, ...]) -> signals.Event:
         world = self.world
         if number not in world.store:
             for rank in ranks:
@@ -327,35 +327,35 @@ class Driver:
         require(world.store[number] == origin, "a checkpoint's bytes come from one report")
         in_use = frozenset(world.read & set(world.store))
         self.in_use = in_use
-        return state.Committed(world.time, number, f"checkpoint_{number}", 10, (), in_use)
+        return signals.Committed(world.time, number, f"checkpoint_{number}", 10, (), in_use)
 
-    def do_look(self, action: state.Look) -> None:
+    def do_look(self, action: signals.Look) -> None:
         self.disk.append(lambda: self.look(action.number))
 
-    def look(self, number: int) -> state.Event:
+    def look(self, number: int) -> signals.Event:
         whole = number in self.world.store and number not in self.world.rotten
         self.found_whole = number if whole else None
-        return state.Looked(self.world.time, number, () if whole else ("rotten",))
+        return signals.Looked(self.world.time, number, () if whole else ("rotten",))
 
-    def do_remove(self, action: state.Remove) -> None:
+    def do_remove(self, action: signals.Remove) -> None:
         self.disk.extend(lambda number=number: self.remove(number) for number in action.numbers)
 
-    def remove(self, number: int) -> state.Event | None:
+    def remove(self, number: int) -> signals.Event | None:
         world = self.world
         require(number in world.let_go, f"checkpoint {number} is let go by the journal before it is removed")
         require(world.store.get(number, ()) is not None, "what a stranger put there is left alone")
         if number in world.read:
-            return state.PutOff(world.time, (number,))
+            return signals.PutOff(world.time, (number,))
         world.store.pop(number, None)
         return None
 
-    def do_discard(self, action: state.Discard) -> None:
+    def do_discard(self, action: signals.Discard) -> None:
         origin = (action.epoch, action.attempt, action.report)
         self.disk.append(lambda: self.clear(lambda key: key[:3] == origin))
         if action.abandoned is not None and self.world.store.get(action.abandoned) == origin:
             self.disk.append(lambda: self.world.store.pop(action.abandoned) and None)
 
-    def do_sweep(self, action: state.Sweep) -> None:
+    def do_sweep(self, action: signals.Sweep) -> None:
         first = (self.epoch + 1, 0) if action.keep_attempt is None else (self.epoch, action.keep_attempt)
         self.disk.append(lambda: self.clear(lambda key: key[:2] < first))
 
@@ -389,8 +389,8 @@ class Driver:
 
     def deliver(self, worker: Worker) -> None:
         event = worker.outbox.popleft()(self.world.time)
-        worker.heard += isinstance(event, state.Reported)
-        worker.returned = worker.returned or isinstance(event, state.Returned)
+        worker.heard += isinstance(event, signals.Reported)
+        worker.returned = worker.returned or isinstance(event, signals.Returned)
         self.echoes.append(event)
         self.apply(event)
 
@@ -398,7 +398,7 @@ class Driver:
         rules = self.rules
         last = min(rules.steps, rules.short.get(worker.rank, rules.steps))
         if worker.step >= last:
-            worker.send(state.Returned, value=worker.step)
+            worker.send(signals.Returned, value=worker.step)
             worker.end("returned")
             return
         gives, sync = rules.plan[worker.step][worker.rank]
@@ -406,7 +406,7 @@ class Driver:
             self.world.parts[self.epoch, worker.attempt, worker.reports, worker.rank] = Part()
             worker.waits_in = worker.reports
         worker.send(
-            state.Reported,
+            signals.Reported,
             report=worker.reports,
             metrics={"step": worker.step + 1, "score": (worker.step * 7) % 5},
             part_bytes=10 if gives else None,
@@ -417,7 +417,7 @@ class Driver:
         worker.step += 1
 
     def raise_in(self, worker: Worker, why: str) -> None:
-        worker.send(state.Raised, traceback=why)
+        worker.send(signals.Raised, traceback=why)
         worker.end("raised")
 
     def keep(self, failing: str = "") -> None:
@@ -425,16 +425,16 @@ class Driver:
         event = self.persist(number, rank, failing)
         self.done.append(lambda time: event)
 
-    def persist(self, number: int, rank: int, failing: str = "") -> state.Event:
+    def persist(self, number: int, rank: int, failing: str = "") -> signals.Event:
         record = next(r for r in self.world.journal if r["kind"] == "staged" and r["number"] == number)
         part = self.world.parts.get((record["epoch"], record["attempt"], record["report"], rank))
         if part is None:
             require(number in self.world.committed | self.world.let_go, "a part is there until it is committed")
-            return state.StorageFailed(self.world.time, number, "gone", False)
+            return signals.StorageFailed(self.world.time, number, "gone", False)
         if failing:
-            return state.StorageFailed(self.world.time, number, "no space", failing == "passing")
+            return signals.StorageFailed(self.world.time, number, "no space", failing == "passing")
         part.durable = True
-        return state.Durable(self.world.time, number, rank)
+        return signals.Durable(self.world.time, number, rank)
 
     def serve_disk(self) -> None:
         event = self.disk.popleft()()
@@ -450,7 +450,7 @@ class Driver:
             stalled[0].stalled = False
         else:
             self.world.time = max(self.world.time, deadline)
-            self.apply(state.Tick(self.world.time))
+            self.apply(signals.Tick(self.world.time))
 
     # ---- faults
 
@@ -501,9 +501,9 @@ class Driver:
         self.keeper.clear()
         self.done.append(self.bury_keeper)
 
-    def bury_keeper(self, time: float) -> state.Event:
+    def bury_keeper(self, time: float) -> signals.Event:
         self.keeper_lives = True  # the next request starts another
-        return state.KeeperDied(time)
+        return signals.KeeperDied(time)
 
     def refuse_part(self) -> None:
         if self.keeper:
@@ -512,7 +512,7 @@ class Driver:
     def refuse_commit(self) -> None:
         if self.disk and isinstance(self.disk[0], Commit):
             commit, passing = self.disk.popleft(), self.dice.random() < 0.8
-            self.done.append(lambda time: state.StorageFailed(time, commit.number, "no space", passing, "commit"))
+            self.done.append(lambda time: signals.StorageFailed(time, commit.number, "no space", passing, "commit"))
 
     def rot(self) -> None:
         if self.dice.random() < 0.3:
@@ -523,7 +523,7 @@ class Driver:
         self.world.once_read |= self.world.read
 
     def echo(self) -> None:
-        stale = [e for e in self.echoes if isinstance(e, state.RankEvent) and e.attempt < self.state.attempt]
+        stale = [e for e in self.echoes if isinstance(e, signals.RankEvent) and e.attempt < self.state.attempt]
         if stale:
             before = durable_half(self.state)
             self.apply(self.dice.choice(stale))
@@ -536,7 +536,7 @@ class Driver:
 
     def let_time_pass(self) -> None:
         self.world.time += self.dice.choice([0.1, 5.0, 50.0])
-        self.apply(state.Tick(self.world.time))
+        self.apply(signals.Tick(self.world.time))
 
     # ---- the end of a driver
 
@@ -602,7 +602,7 @@ def live(driver: Driver, *, last: bool) -> None:
     if dice.random() < 0.1:
         world.store.setdefault(driver.state.next_number + dice.randint(0, 2), None)
     faults, killed_at = dice.choice([0, 1, 3, 8]), LONGEST if last else dice.randint(0, 80)
-    driver.apply(state.Begun(world.time, tuple(world.store), tuple(world.store)))
+    driver.apply(signals.Begun(world.time, tuple(world.store), tuple(world.store)))
     for moment in range(LONGEST):
         if moment == killed_at:
             driver.die()
@@ -627,6 +627,8 @@ def live(driver: Driver, *, last: bool) -> None:
 def check_history(world: World) -> None:
     rows = history(world.journal)
     # Smaller: rank 0 had returned already, and its last metrics stay those of the run.
-    require(all(row.get("step", 0) <= row["training_iteration"] for row in rows), "a report counts from its attempt's start")
+    require(
+        all(row.get("step", 0) <= row["training_iteration"] for row in rows), "steps count from the attempt's start"
+    )
     steps = [row["training_iteration"] for row in rows]
     require(steps == list(range(1, len(steps) + 1)), "each step is in the history once, in order")

@@ -9,23 +9,11 @@ import pytest
 
 from holdfast import events
 from holdfast.errors import JournalDamaged
-from holdfast.run import state
+from holdfast.run import signals, state
 from holdfast.run.config import CheckpointConfig, FailureConfig
 from holdfast.run.policies import after_failure
-from holdfast.run.state import (
-    Answer,
-    Discard,
-    Look,
-    MakeCommit,
-    Persist,
-    Record,
-    Remove,
-    RunState,
-    StartGang,
-    StopGang,
-    Sweep,
-    Tell,
-)
+from holdfast.run.signals import Answer, Discard, Look, MakeCommit, Persist, Remove, StartGang, StopGang, Sweep, Tell
+from holdfast.run.state import Record, RunState
 
 PLENTY = 10**9
 
@@ -55,67 +43,67 @@ class Play:
             self.run.fold(record)
         self.due: list[Record] = []
         self.told: list[events.Event] = []
-        self.begun = self.happens(state.Begun, taken=taken or present, present=present)
+        self.begun = self.happens(signals.Begun, taken=taken or present, present=present)
 
-    def happens(self, event: type[state.Event], **values: Any) -> list[state.Action]:
-        if issubclass(event, state.RankEvent):
+    def happens(self, event: type[signals.Event], **values: Any) -> list[signals.Action]:
+        if issubclass(event, signals.RankEvent):
             values.setdefault("attempt", self.run.attempt)
         self.run.apply(event(self.time, **values))
         return self.obey()
 
-    def obey(self) -> list[state.Action]:
+    def obey(self) -> list[signals.Action]:
         self.due = json.loads(json.dumps(self.run.take_records()))
         self.journal += self.due
         self.told = self.run.take_events()
         return self.run.take_actions()
 
-    def report(self, rank: int, report: int, *, gives: bool = False, **values: Any) -> list[state.Action]:
+    def report(self, rank: int, report: int, *, gives: bool = False, **values: Any) -> list[signals.Action]:
         values.setdefault("metrics", {"loss": report / 10, "rank": rank})
         values.setdefault("free_bytes", PLENTY)
-        return self.happens(state.Reported, rank=rank, report=report, part_bytes=10 if gives else None, **values)
+        return self.happens(signals.Reported, rank=rank, report=report, part_bytes=10 if gives else None, **values)
 
-    def stage(self, report: int, **values: Any) -> list[state.Action]:
+    def stage(self, report: int, **values: Any) -> list[signals.Action]:
         """Every rank reports a part."""
         ranks = range(self.world_size)
         return [action for rank in ranks for action in self.report(rank, report, gives=True, **values)]
 
-    def durable(self, number: int, *ranks: int) -> list[state.Action]:
-        return [a for rank in ranks or (0,) for a in self.happens(state.Durable, number=number, rank=rank)]
+    def durable(self, number: int, *ranks: int) -> list[signals.Action]:
+        return [a for rank in ranks or (0,) for a in self.happens(signals.Durable, number=number, rank=rank)]
 
-    def commit(self, number: int, in_use: frozenset[int] = frozenset()) -> list[state.Action]:
-        return self.happens(state.Committed, number=number, path=f"checkpoint_{number}", size_bytes=11, in_use=in_use)
+    def commit(self, number: int, in_use: frozenset[int] = frozenset()) -> list[signals.Action]:
+        return self.happens(signals.Committed, number=number, path=f"checkpoint_{number}", size_bytes=11, in_use=in_use)
 
-    def keep(self, report: int, **values: Any) -> list[state.Action]:
+    def keep(self, report: int, **values: Any) -> list[signals.Action]:
         """Every rank reports a part of a checkpoint, which is then made durable and committed."""
         actions = self.stage(report, **values)
         number = self.run.next_number - 1
         actions += self.durable(number, *self.run.held[number].ranks)
         return actions + self.commit(number)
 
-    def refuse(self, number: int, *, passing: bool = True, step: Any = "persist") -> list[state.Action]:
-        return self.happens(state.StorageFailed, number=number, reason="disk full", passing=passing, step=step)
+    def refuse(self, number: int, *, passing: bool = True, step: Any = "persist") -> list[signals.Action]:
+        return self.happens(signals.StorageFailed, number=number, reason="disk full", passing=passing, step=step)
 
-    def tick(self, after_s: float = 0.0) -> list[state.Action]:
+    def tick(self, after_s: float = 0.0) -> list[signals.Action]:
         self.time += after_s
-        return self.happens(state.Tick)
+        return self.happens(signals.Tick)
 
-    def looked(self, number: int, *problems: str) -> list[state.Action]:
-        return self.happens(state.Looked, number=number, problems=problems)
+    def looked(self, number: int, *problems: str) -> list[signals.Action]:
+        return self.happens(signals.Looked, number=number, problems=problems)
 
-    def kill(self, rank: int) -> list[state.Action]:
-        return self.happens(state.Exited, rank=rank, how="ended by SIGKILL")
+    def kill(self, rank: int) -> list[signals.Action]:
+        return self.happens(signals.Exited, rank=rank, how="ended by SIGKILL")
 
-    def kill_all(self) -> list[state.Action]:
+    def kill_all(self) -> list[signals.Action]:
         return [action for rank in range(self.world_size) for action in self.kill(rank)]
 
-    def finish(self, *ranks: int) -> list[state.Action]:
-        actions: list[state.Action] = []
+    def finish(self, *ranks: int) -> list[signals.Action]:
+        actions: list[signals.Action] = []
         for rank in ranks or range(self.world_size):
-            actions += self.happens(state.Returned, rank=rank, value=f"of {rank}")
-            actions += self.happens(state.Exited, rank=rank, how="")
+            actions += self.happens(signals.Returned, rank=rank, value=f"of {rank}")
+            actions += self.happens(signals.Exited, rank=rank, how="")
         return actions
 
-    def request_stop(self) -> list[state.Action]:
+    def request_stop(self) -> list[signals.Action]:
         self.run.request_stop(self.time, "stopped by Ctrl-C")
         return self.obey()
 
@@ -181,7 +169,7 @@ def test_a_rank_with_metrics_only_is_owed_no_answer_and_goes_on():
 
 def test_the_staged_record_is_due_before_the_answer_can_be_taken():
     play = Play(1)
-    play.run.apply(state.Reported(1.0, 1, 0, 0, {}, 10, False, PLENTY))
+    play.run.apply(signals.Reported(1.0, 1, 0, 0, {}, 10, False, PLENTY))
     assert play.run.take_records()[-1]["kind"] == "staged"
     assert of(Answer, play.run.take_actions()) == [Answer(0, 0, 0)]
 
@@ -225,10 +213,10 @@ def test_messages_of_an_older_attempt_are_dropped():
     assert play.run.attempt == 2
     before = list(play.journal)
     for event, values in (
-        (state.Reported, {"report": 0, "metrics": {}, "part_bytes": 10}),
-        (state.Returned, {}),
-        (state.Raised, {"traceback": "late"}),
-        (state.Exited, {"how": "late"}),
+        (signals.Reported, {"report": 0, "metrics": {}, "part_bytes": 10}),
+        (signals.Returned, {}),
+        (signals.Raised, {"traceback": "late"}),
+        (signals.Exited, {"how": "late"}),
     ):
         for rank in (0, 1):
             assert play.happens(event, attempt=1, rank=rank, **values) == []
@@ -339,7 +327,7 @@ def test_the_forgotten_record_is_due_before_the_removal_can_be_taken():
     play.keep(0)
     play.stage(1)
     play.durable(1)
-    play.run.apply(state.Committed(play.time, 1, "checkpoint_1", 10))
+    play.run.apply(signals.Committed(play.time, 1, "checkpoint_1", 10))
     records, actions = play.run.take_records(), play.run.take_actions()
     assert [(record["kind"], record.get("numbers")) for record in records] == [("committed", None), ("forgotten", [0])]
     assert of(Remove, actions) == [Remove((0,))]
@@ -425,9 +413,9 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_waited_for_and_not_called_
     play = Play(1, failures=FailureConfig(max_failures=-1))
     play.keep(0)
     play.kill_all()
-    play.happens(state.LookFailed, number=0, reason="stale handle", passing=True)
+    play.happens(signals.LookFailed, number=0, reason="stale handle", passing=True)
     assert [type(event).__name__ for event in play.told][-1] == "Waiting"
-    assert play.tick(0.3) == [state.Look(0)]
+    assert play.tick(0.3) == [signals.Look(0)]
     assert of(StartGang, play.looked(0)) == [StartGang(2, 0)]
     assert play.run.damaged == {}
 
@@ -436,7 +424,7 @@ def test_a_checkpoint_that_cannot_be_read_at_all_fails_the_run_and_is_not_called
     play = Play(1, failures=FailureConfig(max_failures=-1))
     play.keep(0)
     play.kill_all()
-    play.happens(state.LookFailed, number=0, reason="written by a newer version", passing=False)
+    play.happens(signals.LookFailed, number=0, reason="written by a newer version", passing=False)
     assert "written by a newer version" in play.of_kind("failed")[0]["why"]
     assert play.run.damaged == {}
 
@@ -487,8 +475,8 @@ def test_the_policy_restarts_as_often_as_it_may(config, failures, then):
 
 def test_when_a_rank_raises_the_others_are_stopped_and_every_traceback_is_kept():
     play = Play(3)
-    assert play.happens(state.Raised, rank=1, traceback="ValueError") == [StopGang(1)]
-    assert play.happens(state.Raised, rank=2, traceback="connection lost") == []
+    assert play.happens(signals.Raised, rank=1, traceback="ValueError") == [StopGang(1)]
+    assert play.happens(signals.Raised, rank=2, traceback="connection lost") == []
     play.kill_all()
     assert play.run.failures == {1: "ValueError", 2: "connection lost"}
     assert play.run.goal == "fail"
@@ -497,7 +485,7 @@ def test_when_a_rank_raises_the_others_are_stopped_and_every_traceback_is_kept()
 def test_a_rank_that_failed_ahead_of_the_others_is_waited_for_by_what_it_reported_being_staged():
     play = Play(3)
     play.report(1, 0)
-    assert play.happens(state.Raised, rank=1, traceback="ValueError") == []
+    assert play.happens(signals.Raised, rank=1, traceback="ValueError") == []
     assert play.kill(1) == []
     assert play.report(0, 0, gives=True) == []
     actions = play.report(2, 0, gives=True)
@@ -520,7 +508,7 @@ def test_no_rank_is_waited_for_that_cannot_catch_up():
     play = Play(4)
     play.report(0, 0)
     play.finish(1)
-    play.happens(state.Raised, rank=2, traceback="ValueError")
+    play.happens(signals.Raised, rank=2, traceback="ValueError")
     assert play.run.phase == "stopping"  # rank 2 was behind, not ahead
     play = Play(3)
     play.report(0, 0)
@@ -569,7 +557,7 @@ def test_a_rank_that_ends_before_it_returned_is_a_failure_also_with_the_others_d
 def test_a_run_goes_on_until_the_processes_that_returned_are_gone():
     play = Play(2)
     for rank in (0, 1):
-        play.happens(state.Returned, rank=rank, value=None)
+        play.happens(signals.Returned, rank=rank, value=None)
     assert play.run.phase == "running"
     play.kill_all()
     assert play.journal[-1]["kind"] == "finished"
@@ -595,7 +583,7 @@ def test_a_rank_of_an_attempt_that_is_over_is_answered_no_more():
 
 def test_processes_that_cannot_be_started_fail_the_run():
     play = Play(2, failures=FailureConfig(max_failures=-1))
-    play.happens(state.GangRefused, attempt=1, reason="no such GPU")
+    play.happens(signals.GangRefused, attempt=1, reason="no such GPU")
     assert play.journal[-1] == {"kind": "failed", "time": play.time, "why": "no such GPU"}
 
 
@@ -749,24 +737,24 @@ def test_when_the_keeper_dies_everything_not_durable_is_asked_for_again():
     play.stage(1)
     play.durable(1)
     play.stage(2)
-    assert play.happens(state.KeeperDied) == [Persist(2)]
+    assert play.happens(signals.KeeperDied) == [Persist(2)]
 
 
 def test_when_the_keeper_dies_what_it_was_refused_is_asked_for_anew_and_only_when_it_is_due():
     play = Play(1)
     play.stage(0)
     play.refuse(0)
-    assert play.happens(state.KeeperDied) == []
+    assert play.happens(signals.KeeperDied) == []
     assert play.tick(0.3) == [Persist(0)]
-    assert play.happens(state.KeeperDied) == [Persist(0)]
+    assert play.happens(signals.KeeperDied) == [Persist(0)]
 
 
 def test_when_the_keeper_dies_too_often_in_a_row_the_driver_does_its_work_itself():
     play = Play(1)
     play.stage(0)
     for _ in range(state.KEEPER_DEATHS_LIMIT):
-        assert of(Persist, play.happens(state.KeeperDied)) == [Persist(0)]
-    assert of(Persist, play.happens(state.KeeperDied)) == [Persist(0, in_driver=True)]
+        assert of(Persist, play.happens(signals.KeeperDied)) == [Persist(0)]
+    assert of(Persist, play.happens(signals.KeeperDied)) == [Persist(0, in_driver=True)]
     assert play.of_kind("abandoned") == []
 
 
@@ -775,23 +763,23 @@ def test_a_keeper_that_does_not_answer_is_said_to_take_long_and_then_ended():
     play.stage(0)
     assert play.tick(31) == []
     assert "to be durable" in play.told[-1].what
-    assert play.tick(80) == [state.EndKeeper()]
-    assert of(Persist, play.happens(state.KeeperDied)) == [Persist(0)]
+    assert play.tick(80) == [signals.EndKeeper()]
+    assert of(Persist, play.happens(signals.KeeperDied)) == [Persist(0)]
 
 
 def test_a_removal_that_a_reader_puts_off_is_asked_for_again_at_the_next_commit_and_at_the_end():
     play = Play(1, num_to_keep=1)
     play.keep(0)
     play.keep(1)
-    play.happens(state.PutOff, numbers=(0,))
+    play.happens(signals.PutOff, numbers=(0,))
     assert of(Remove, play.keep(2)) == [Remove((1,)), Remove((0,))]
-    play.happens(state.PutOff, numbers=(0,))
+    play.happens(signals.PutOff, numbers=(0,))
     assert of(Remove, play.finish(0)) == [Remove((0,))]
 
 
 def test_what_cannot_be_cleaned_away_is_said_and_the_run_goes_on():
     play = Play(1)
-    play.happens(state.CleaningFailed, reason="x stays: no such device")
+    play.happens(signals.CleaningFailed, reason="x stays: no such device")
     assert "x stays" in play.told[-1].message
     assert play.run.phase == "running"
 
@@ -822,18 +810,18 @@ def test_the_metrics_of_a_run_are_those_of_rank_0_also_after_it_has_returned():
     play = Play(2)
     play.report(0, 0, metrics={"of": 0})
     play.report(1, 0, metrics={"of": 1})
-    play.happens(state.Returned, attempt=1, rank=0)
+    play.happens(signals.Returned, attempt=1, rank=0)
     play.report(1, 1, metrics={"of": 1})
     assert play.run.metrics == {"of": 0}
 
 
 def test_a_process_that_stays_after_every_rank_returned_is_named_and_then_ended_and_the_run_finishes():
     play = Play(1, report_timeout_s=100)
-    play.happens(state.Returned, attempt=1, rank=0)
+    play.happens(signals.Returned, attempt=1, rank=0)
     assert play.tick(31) == []
     assert "rank 0 to end" in play.told[-1].what
-    assert play.tick(100) == [state.StopGang(1)]
-    play.happens(state.Exited, attempt=1, rank=0, how="ended")
+    assert play.tick(100) == [signals.StopGang(1)]
+    play.happens(signals.Exited, attempt=1, rank=0, how="ended")
     assert play.of_kind("finished")
 
 
@@ -849,9 +837,9 @@ def test_a_part_made_durable_begins_the_count_of_keeper_deaths_anew():
     play = Play(2)
     play.stage(0)
     for _ in range(state.KEEPER_DEATHS_LIMIT):
-        play.happens(state.KeeperDied)
+        play.happens(signals.KeeperDied)
     play.durable(0, 0)
-    assert of(Persist, play.happens(state.KeeperDied)) == [Persist(0)]
+    assert of(Persist, play.happens(signals.KeeperDied)) == [Persist(0)]
 
 
 # ---- missing ranks
@@ -1008,7 +996,7 @@ def test_a_stop_while_looking_ends_at_once_and_what_was_seen_then_changes_nothin
 def test_a_stop_before_the_gang_turns_out_not_to_start_ends_the_run():
     play = Play(2, failures=FailureConfig(max_failures=-1))
     play.request_stop()
-    play.happens(state.GangRefused, attempt=1, reason="no such GPU")
+    play.happens(signals.GangRefused, attempt=1, reason="no such GPU")
     assert play.run.phase == "ended"
     assert play.journal[-1]["why"] == "stopped by Ctrl-C"
 

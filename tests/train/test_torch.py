@@ -109,9 +109,7 @@ def test_the_shards_of_all_ranks_are_one_checkpoint(lab):
 
 
 def test_the_best_checkpoints_by_a_metric_are_kept(lab):
-    best_two = CheckpointConfig(
-        num_to_keep=2, checkpoint_score_attribute="mean_accuracy", checkpoint_score_order="max"
-    )
+    best_two = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="mean_accuracy", checkpoint_score_order="max")
     result = fit(lab, scored, {"accuracies": [0.1, 0.8, 0.3, 0.9, 0.2]}, checkpoint_config=best_two)
     assert [metrics["mean_accuracy"] for _, metrics in result.best_checkpoints] == [0.8, 0.9]
     assert Path(result.checkpoint.path, "epoch").read_text() == "4"
