@@ -1,4 +1,4 @@
-"""A short sample of what `make test-crash` does at length: runs killed at random moments, files changed at every byte."""
+"""A short sample of what `make test-crash` does at length: runs killed at random, files changed byte by byte."""
 
 from __future__ import annotations
 

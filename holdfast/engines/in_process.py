@@ -8,8 +8,7 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
@@ -88,7 +87,7 @@ class InProcessEngine:
         status = INTERRUPTED
         try:
             if not self._interrupted:
-                with _environment(call.spec.env):
+                with entry.environment(call.spec.env):
                     status = _status(call)
         except KeyboardInterrupt:
             self._interrupt()  # before the exit is announced: nothing is to be started after it
@@ -172,21 +171,6 @@ def _raiser(error: BaseException) -> Callable[[], NoReturn]:
         raise error
 
     return raise_it
-
-
-@contextmanager
-def _environment(env: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables, and sets them back."""
-    before = {name: os.environ.get(name) for name in env}
-    os.environ.update(env)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _conforms(engine: InProcessEngine) -> Engine:

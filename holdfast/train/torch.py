@@ -19,6 +19,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from holdfast.engines.entry import environment
 from holdfast.errors import ConfigError
 from holdfast.run.session import TrainContext, current, get_context
 from holdfast.run.worker import call_with
@@ -57,7 +58,7 @@ def _process_group(context: TrainContext) -> Iterator[None]:
     if dist.is_initialized():  # a script under a debugger (num_workers=0) may have its own
         yield
         return
-    with _environment(context):
+    with environment(_variables(context)):
         rank, world_size = context.world_rank, context.world_size
         store = _rendezvous(context)
         if world_size == 1 or context.local_world_size == world_size:
@@ -85,8 +86,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@contextlib.contextmanager
-def _environment(context: TrainContext) -> Iterator[None]:
+def _variables(context: TrainContext) -> dict[str, str]:
     """The variables by which other libraries find their rank."""
     values = {
         "RANK": context.world_rank,
@@ -97,16 +97,7 @@ def _environment(context: TrainContext) -> Iterator[None]:
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": "",
     }
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: str(value) for name, value in values.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    return {name: str(value) for name, value in values.items()}
 
 
 def get_device() -> torch.device:

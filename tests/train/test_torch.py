@@ -93,7 +93,7 @@ def test_a_data_parallel_model_is_saved_and_can_be_loaded(lab):
 def test_after_an_error_training_goes_on_with_the_state_it_had_saved(lab):
     result = fit(lab, line_fit, {"epochs": 4, "fail_at": 1}, failure_config=FailureConfig(max_failures=1))
     assert result.metrics["epoch"] == 3
-    assert [name for name in os.listdir(lab.notes)] == ["resumed-at-2"]
+    assert os.listdir(lab.notes) == ["resumed-at-2"]
     assert [metrics["epoch"] for _, metrics in result.best_checkpoints] == [0, 1, 2, 3]
     assert lab.damage("torch") == []
 
