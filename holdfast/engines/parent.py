@@ -167,6 +167,11 @@ def _is_part(name: str) -> bool:
     return package in HEAVY and bool(part) and "." not in part and not part.startswith("_")
 
 
+def end() -> None:
+    """Ends the warm parent, as the end of this process would; the next gang starts another."""
+    _nursery.end()
+
+
 def connect() -> socket.socket:
     """Returns a new connection with the warm parent, for one engine.
 
