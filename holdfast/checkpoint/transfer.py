@@ -14,7 +14,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import TypeVar
@@ -253,7 +253,8 @@ def make_durable(part: Path, known: dict[str, str], *, anew: bool = False) -> Pa
             syncing.result()
     _check_unchanged(files, staged, anew=anew)
     durable = Part(
-        tuple(replace(file, hash=file.hash or known[file.path]) for file in staged.files), staged.directories
+        tuple(File(file.path, file.size_bytes, file.hash or known[file.path]) for file in staged.files),
+        staged.directories,
     )
     _write_note(part / DURABLE, durable)
     return durable
@@ -276,31 +277,33 @@ def _read_note(path: Path) -> Part:
 
 
 def _hash_all(files: Path, staged: Part, known: dict[str, str]) -> None:
-    for file in staged.files:
-        if not file.hash and file.path not in known:
-            with _expected(file.path):
+    with _expected_in(files):
+        for file in staged.files:
+            if not file.hash and file.path not in known:
                 known[file.path] = hash_file(f"{files}/{file.path}")
 
 
 def _check_unchanged(files: Path, staged: Part, *, anew: bool) -> None:
     """Raises CheckpointFailed for what was changed, added or removed since the part was staged, but for its hash."""
-    for file in staged.files:
-        with _expected(file.path):
+    with _expected_in(files):
+        for file in () if anew else staged.files:
             status = os.stat(f"{files}/{file.path}")
-        if not anew and (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-            raise CheckpointFailed(
-                f"{file.path} was still written to after it had been reported: close every file before you call report"
-            )
+            if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+                raise CheckpointFailed(
+                    f"{file.path} was still written to after it had been reported: "
+                    "close every file before you call report"
+                )
     added = _names_below(files).difference(file.path for file in staged.files)
     if added:
         raise CheckpointFailed(f"{min(added)} was added after its directory had been reported: write it before")
 
 
 @contextlib.contextmanager
-def _expected(name: str) -> Iterator[None]:
+def _expected_in(files: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
+        name = os.path.relpath(error.filename, files)
         raise CheckpointFailed(f"{name} was removed after it had been reported") from error
 
 
@@ -310,15 +313,15 @@ def _names_below(folder: Path) -> set[str]:
 
 
 def _sync_all(files: Path, staged: Part) -> None:
-    if len(staged.files) < _MANY_FILES or sys.platform != "linux":
-        for file in staged.files:
-            with _expected(file.path):
-                sync_file(f"{files}/{file.path}")
-        return
-    sync_filesystem(files)
-    for file in staged.files:
-        with _expected(file.path):
-            check_written_back(f"{files}/{file.path}")
+    paths = [f"{files}/{file.path}" for file in staged.files]
+    with _expected_in(files):
+        if len(paths) < _MANY_FILES or sys.platform != "linux":
+            for path in paths:
+                sync_file(path)
+        else:
+            sync_filesystem(files)
+            for path in paths:
+                check_written_back(path)
 
 
 def _write_anew(path: Path, fresh: Path, digest: str) -> None:

@@ -153,12 +153,9 @@ def check_written_back(path: str | Path) -> None:
 
     That call reports no lost write before Linux 5.8, and later none that another call of it has reported already.
     """
-    import ctypes
-
     file = os.open(path, os.O_RDONLY)
     try:
-        start, to_the_end = ctypes.c_int64(0), ctypes.c_int64(0)
-        _check(_libc().sync_file_range(file, start, to_the_end, _WAIT_BEFORE), path)
+        _check(_sync_file_range()(file, 0, 0, _WAIT_BEFORE), path)
     except OSError as error:
         if error.errno != errno.ENOSYS:
             raise
@@ -317,6 +314,15 @@ def _check(status: int, path: str | Path, second_path: str | Path | None = None)
 
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(path), None, second_path and str(second_path))
+
+
+@lru_cache(maxsize=1)
+def _sync_file_range() -> Any:
+    import ctypes
+
+    call = _libc().sync_file_range
+    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return call
 
 
 @lru_cache(maxsize=1)
