@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -32,6 +33,7 @@ FILES = "files"
 _ANEW = "anew"  # not among the user's files, where any name can be theirs
 
 _BLOCK_BYTES = 1 << 20  # stays in the processor's cache between being read, hashed and written
+_SENT_AT_ONCE_BYTES = 16 << 20
 _MANY_FILES = 32  # from here on one syncfs is faster than an fsync for each
 _THREADS = 2
 _WORTH_A_THREAD_BYTES = 8 << 20  # of less work, the start of a thread is the greater part
@@ -169,15 +171,16 @@ def _in_threads(work: Callable[[_Item], _Done], items: Sequence[_Item], size_byt
 
 
 def _copy_file(source: str, target: str, name: str) -> File:
-    """Copies one file; hashes it on the way unless the file system can share its blocks."""
+    """Copies one file, by sharing its blocks where the file system can. The keeper hashes it: nobody waits for that."""
     with _open_user_file(source) as reading, open(target, "xb", buffering=0) as writing:
         before = os.fstat(reading.fileno())
         os.fchmod(writing.fileno(), stat.S_IMODE(before.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
-        digest = "" if _share_blocks(reading.fileno(), writing.fileno()) else _pour(reading.fileno(), writing.fileno())
+        if not _share_blocks(reading.fileno(), writing.fileno()):
+            _copy_bytes(reading.fileno(), writing.fileno())
         after, copy = os.fstat(reading.fileno()), os.fstat(writing.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or copy.st_size != after.st_size:
         raise CheckpointFailed(f"{name} changed while it was read: close every file before you report its directory")
-    return File(name, copy.st_size, digest, copy.st_mtime_ns)
+    return File(name, copy.st_size, mtime_ns=copy.st_mtime_ns)
 
 
 def _open_user_file(path: str) -> FileIO:
@@ -188,13 +191,25 @@ def _open_user_file(path: str) -> FileIO:
 
 
 def _share_blocks(source: int, target: int) -> bool:
-    import fcntl
-
     try:
         fcntl.ioctl(target, _FICLONE, source)
     except OSError:  # another file system, or one that cannot
         return False
     return True
+
+
+def _copy_bytes(source: int, target: int) -> None:
+    """Copies all bytes of an open file; inside the kernel where it can, which copies them once instead of twice."""
+    if sys.platform != "linux":
+        _pour(source, target)
+        return
+    try:
+        while os.sendfile(target, source, None, _SENT_AT_ONCE_BYTES):
+            pass
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS):
+            raise
+        _pour(source, target)
 
 
 def _pour(source: int, target: int) -> str:
