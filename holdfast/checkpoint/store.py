@@ -85,7 +85,7 @@ class _Layout(Protocol):
     def damage(self, manifest: Manifest, *, full: bool) -> list[str]: ...
     def in_use(self, number: int) -> bool: ...
     def remove(self, number: int) -> bool: ...
-    def sweep(self, keep: Iterable[str]) -> None: ...
+    def sweep(self, epoch: int, attempt: int | None) -> None: ...
 
 
 class CheckpointStore:
@@ -193,9 +193,12 @@ class CheckpointStore:
         """
         return self._layout.remove(number)
 
-    def sweep(self, keep: Iterable[str] = ()) -> None:
-        """Removes what is staged, but for the attempts `<epoch>/<attempt>` in `keep`. The journal's owner only."""
-        self._layout.sweep(keep)
+    def sweep(self, epoch: int, attempt: int | None) -> None:
+        """Removes what was staged before an attempt, or, when it is None, in this epoch and all before it.
+
+        For the journal's owner, as often and as late as it likes: nothing of a later attempt is touched.
+        """
+        self._layout.sweep(epoch, attempt)
 
     def list(self) -> list[int]:  # the last: below it `list` is no type
         """Returns the numbers under which there is a manifest, whole or not, ascending."""
@@ -263,25 +266,31 @@ class _Directories:
         shutil.rmtree(away, ignore_errors=True)
         return True
 
-    def sweep(self, keep: Iterable[str]) -> None:
+    def sweep(self, epoch: int, attempt: int | None) -> None:
+        first = (epoch + 1, 0) if attempt is None else (epoch, attempt)  # to be left, and all after it
         staging = self._root / STAGING
-        kept = set(keep)
-        for epoch in _folders_in(staging):
-            for attempt in _folders_in(epoch):
-                if f"{epoch.name}/{attempt.name}" not in kept:
-                    shutil.rmtree(attempt, ignore_errors=True)
-            # Never a folder of a live attempt, were it empty: its workers are about to stage there.
-            if not any(name.startswith(f"{epoch.name}/") for name in kept):
-                shutil.rmtree(epoch, ignore_errors=True)
-        if not kept:
-            shutil.rmtree(staging, ignore_errors=True)
+        for of_epoch, in_epoch in _numbered(staging):
+            for of_attempt, in_attempt in _numbered(in_epoch):
+                if (of_epoch, of_attempt) < first:
+                    shutil.rmtree(in_attempt, ignore_errors=True)
+            if of_epoch < first[0]:
+                _remove_empty(in_epoch)
+        _remove_empty(staging)
 
 
-def _folders_in(folder: Path) -> list[Path]:
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    """The folders with a number for a name; others are not ours."""
     try:
-        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
-    except FileNotFoundError:
+        names = os.listdir(folder)
+    except OSError:  # there is none, or the next sweep will see
         return []
+    found = [(int(name), folder / name) for name in names if name.isdecimal() and name == str(int(name))]
+    return [(number, path) for number, path in found if path.is_dir() and not path.is_symlink()]
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # it is not empty, or gone
+        os.rmdir(folder)
 
 
 @contextmanager
@@ -380,7 +389,7 @@ class _Objects:
             self._storage.delete(entry.path)
         return True
 
-    def sweep(self, keep: Iterable[str]) -> None:
+    def sweep(self, epoch: int, attempt: int | None) -> None:
         """Removes what commits that never came to their manifest have uploaded."""
         whole = set(self.numbers())
         for entry in list(self._storage.list()):

@@ -338,12 +338,11 @@ class RunController:
         rmtree(folder, ignore_errors=True)
 
     def _do_sweep(self, action: state.Sweep) -> None:
-        keep = [] if action.keep_attempt is None else [f"{self._own.epoch}/{action.keep_attempt}"]
-        self._on_disk(self._sweep, keep)
+        self._on_disk(self._sweep, action.keep_attempt)
 
-    def _sweep(self, keep: list[str]) -> None:
+    def _sweep(self, attempt: int | None) -> None:
         self._own.look()
-        self._store.sweep(keep)
+        self._store.sweep(self._own.epoch, attempt)
 
 
 _EPOCH_S = time.time() - time.monotonic()

@@ -354,7 +354,7 @@ class StoreContract:
 
     def test_a_sweep_leaves_what_is_committed(self, experiment: Experiment) -> None:
         experiment.committed(1, *RANKS)
-        experiment.store().sweep()
+        experiment.store().sweep(1, None)
         assert_whole(experiment, 1, RANKS)
 
     def test_nothing_is_in_use_when_nobody_reads(self, experiment: Experiment) -> None:

@@ -35,6 +35,7 @@ from tests.checkpoint.store_contract import (
     assert_whole,
     left_of,
     merged,
+    write,
 )
 
 DEADLINE_S = 30
@@ -274,29 +275,56 @@ def test_what_is_half_removed_is_finished_also_where_renames_are_not_exclusive(
     assert left_of(experiment, 1) == []
 
 
-def test_a_sweep_removes_all_that_is_staged_but_for_the_attempts_named(experiment: Experiment) -> None:
-    kept, swept = experiment.staged(1, ONE, attempt=2), experiment.staged(2, ONE, attempt=1)
-    away = root(experiment) / STAGING / "forgotten" / "checkpoint_000009"
-    away.mkdir(parents=True)
-    experiment.store().sweep(["1/2"])
-    assert kept.parts[0].exists()
-    assert not swept.parts[0].exists()
-    assert not away.parent.exists()
-    experiment.store().sweep()
+ATTEMPTS = [(1, 2), (2, 1), (2, 2), (2, 10), (3, 1), (10, 1)]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "attempt", "left"),
+    [
+        (2, 2, ATTEMPTS[2:]),
+        (2, 3, ATTEMPTS[3:]),
+        (2, 1, ATTEMPTS[1:]),
+        (1, 1, ATTEMPTS),
+        (2, None, ATTEMPTS[4:]),
+        (9, 1, ATTEMPTS[5:]),
+        (10, None, []),
+    ],
+)
+def test_a_sweep_removes_what_was_staged_before_and_nothing_later_however_late_it_comes(
+    experiment: Experiment, epoch: int, attempt: int | None, left: list[tuple[int, int]]
+) -> None:
+    staging = root(experiment) / STAGING
+    for at in ATTEMPTS:
+        write(staging / str(at[0]) / str(at[1]) / "1" / "0", ONE)
+    experiment.store().sweep(epoch, attempt)
+    assert sorted((int(path.parent.name), int(path.name)) for path in staging.glob("*/*")) == left
+    assert {int(path.name) for path in staging.glob("*")} == {at[0] for at in left}
+    assert staging.exists() == bool(left)
+
+
+def test_a_sweep_leaves_the_folder_of_a_live_attempt_were_it_empty(experiment: Experiment) -> None:
+    live = root(experiment) / STAGING / "1" / "2"
+    live.mkdir(parents=True)
+    experiment.store().sweep(1, 2)
+    assert live.exists()
+    experiment.store().sweep(1, None)
     assert os.listdir(root(experiment)) == []
 
 
 def test_a_sweep_leaves_alone_what_it_does_not_know(experiment: Experiment, tmp_path: Path) -> None:
-    (tmp_path / "user" / "data").mkdir(parents=True)
+    (tmp_path / "user" / "1").mkdir(parents=True)
     staging = root(experiment) / STAGING
-    (staging / "1").mkdir(parents=True)
-    (staging / "note.txt").write_text("a file")
-    (staging / "1" / "note.txt").write_text("a file")
-    (staging / "link").symlink_to(tmp_path / "user")
-    (staging / "1" / "link").symlink_to(tmp_path / "user")
-    experiment.store().sweep()
-    assert (tmp_path / "user" / "data").is_dir()
-    assert (staging / "note.txt").exists()
+    unknown = ["note.txt", "01", "\N{ARABIC-INDIC DIGIT ONE}", "1²", "-1", "model"]
+    for name in unknown:
+        (staging / name / "1").mkdir(parents=True)
+        (staging / "1" / name).mkdir(parents=True)
+    (staging / "2").symlink_to(tmp_path / "user")
+    (staging / "1" / "2").symlink_to(tmp_path / "user")
+    (staging / "1" / "3").write_text("a file")
+    experiment.store().sweep(9, None)
+    assert (tmp_path / "user" / "1").is_dir()
+    assert sorted(os.listdir(staging)) == sorted([*unknown, "1", "2"])
+    assert sorted(os.listdir(staging / "1")) == sorted([*unknown, "2", "3"])
 
 
 # Of objects
@@ -426,7 +454,7 @@ def test_a_sweep_removes_uploads_that_never_came_to_their_manifest(objects: Expe
         objects.store().commit(commit)
     memory(objects).faults = no_faults
     assert objects.store().taken() == [1, 2]
-    objects.store().sweep()
+    objects.store().sweep(1, None)
     assert objects.store().taken() == [1]
     objects.store().commit(commit)
     assert_whole(objects, 2, [ONE])
@@ -517,7 +545,7 @@ class StoreModel(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         if not self.staged:
-            self.experiment.store().sweep()
+            self.experiment.store().sweep(1, None)
 
     @invariant()
     def every_checkpoint_is_whole_and_no_other_is_listed(self) -> None:
