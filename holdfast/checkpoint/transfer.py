@@ -15,7 +15,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 from typing import TypeVar
@@ -25,10 +25,17 @@ import xxhash
 from holdfast.checkpoint.checkpoint import MANIFEST, METADATA_UNFINISHED
 from holdfast.checkpoint.manifest import File, Part
 from holdfast.errors import CheckpointFailed
-from holdfast.storage.local import check_written_back, sync_file, sync_filesystem, write_all
+from holdfast.storage.local import (
+    begin_to_write_back,
+    check_written_back,
+    sync_directory,
+    sync_filesystem,
+    write_all,
+)
 
 PART = "part.json"
 DURABLE = "durable.json"
+UNSYNCED = "unsynced.json"
 FILES = "files"
 _ANEW = "anew"  # not among the user's files, where any name can be theirs
 
@@ -237,41 +244,42 @@ def _blocks(file: int) -> Iterator[memoryview]:
         yield block[:count]
 
 
-def make_durable(part: Path, known: dict[str, str], *, anew: bool = False) -> Part:
+@dataclass(frozen=True)
+class Tries:
+    """What one try to make a part durable leaves to the next, by the names of files."""
+
+    hashes: dict[str, str] = field(default_factory=dict)
+    unsynced: set[str] = field(default_factory=set)  # their fsync failed
+
+
+def make_durable(part: Path, tries: Tries) -> Part:
     """Makes the bytes of a staged part survive the machine, and writes down their hashes in `durable.json`.
 
     Their names become durable in the commit, which syncs every directory.
 
-    Args:
-        part: the part's directory.
-        known: file name -> hash, kept by the caller from one try to the next.
-        anew: an fsync of this part has failed before. The kernel reports a lost write once and then calls the file
-            clean, so the file is written anew and its hash compared.
+    After a failed fsync the kernel, which says it once, calls a file clean: it is never synced again but written anew,
+    and its hash compared. That a file is such a one is kept in `tries`, and in the part for the next keeper.
 
     Raises:
         CheckpointFailed: a file is not what was staged.
-        OSError: as the file system says; the caller may try again, `anew`.
+        OSError: as the file system says; the caller may try again with the same `tries`.
     """
     with contextlib.suppress(CheckpointFailed):
         return read_durable(part)
-    staged, files = _read_note(part / PART), part / FILES
-    if anew:
+    staged = _read_note(part / PART)
+    _recall(part, staged, tries)
+    with _expected_in(part / FILES):
         for file in staged.files:
-            _write_anew(files / file.path, part / _ANEW, file.hash or known.get(file.path, ""))
-    elif staged.size_bytes < _WORTH_A_THREAD_BYTES:
-        _hash_all(files, staged, known)
-        _sync_all(files, staged)
-    else:
-        with ThreadPoolExecutor(1) as pool:
-            syncing = pool.submit(_sync_all, files, staged)
-            _hash_all(files, staged, known)
-            syncing.result()
-    _check_unchanged(files, staged, anew=anew)
+            if file.path in tries.unsynced:
+                _write_anew(part, file, tries.hashes.get(file.path))
+        _hash_and_sync(part, staged, tries)
+        _check_unchanged(part / FILES, staged)
     durable = Part(
-        tuple(File(file.path, file.size_bytes, file.hash or known[file.path]) for file in staged.files),
-        staged.directories,
+        tuple(File(file.path, file.size_bytes, tries.hashes[file.path]) for file in staged.files), staged.directories
     )
     _write_note(part / DURABLE, durable)
+    with contextlib.suppress(OSError):
+        os.unlink(part / UNSYNCED)
     return durable
 
 
@@ -287,30 +295,93 @@ def read_durable(part: Path) -> Part:
 def _read_note(path: Path) -> Part:
     try:
         return Part.unseal(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         raise CheckpointFailed(f"the staged part {path.parent} is not whole: {path.name}: {error}") from error
 
 
-def _hash_all(files: Path, staged: Part, known: dict[str, str]) -> None:
-    with _expected_in(files):
-        for file in staged.files:
-            if not file.hash and file.path not in known:
-                known[file.path] = hash_file(f"{files}/{file.path}")
+def _recall(part: Path, staged: Part, tries: Tries) -> None:
+    """Takes over what an earlier keeper, now dead, has left to the next try."""
+    tries.hashes.update({file.path: file.hash for file in staged.files if file.hash})
+    try:
+        unsynced = Part.unseal((part / UNSYNCED).read_bytes()).files
+    except FileNotFoundError:
+        return
+    except ValueError:  # torn: it may be any of them
+        unsynced = staged.files
+    tries.unsynced.update(file.path for file in unsynced)
+    for file in unsynced:
+        if file.hash:
+            tries.hashes.setdefault(file.path, file.hash)
 
 
-def _check_unchanged(files: Path, staged: Part, *, anew: bool) -> None:
-    """Raises CheckpointFailed for what was changed, added or removed since the part was staged, but for its hash."""
-    with _expected_in(files):
-        for file in () if anew else staged.files:
-            status = os.stat(f"{files}/{file.path}")
-            if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-                raise CheckpointFailed(
-                    f"{file.path} was still written to after it had been reported: "
-                    "close every file before you call report"
-                )
+def _remember(part: Path, staged: Part, tries: Tries) -> None:
+    """Leaves to the next keeper, if the disk still takes it, which files are not to be synced again."""
+    unsynced = [replace(f, hash=tries.hashes.get(f.path, "")) for f in staged.files if f.path in tries.unsynced]
+    with contextlib.suppress(OSError):
+        _write_note(part / UNSYNCED, Part(tuple(unsynced)))
+
+
+def _hash_and_sync(part: Path, staged: Part, tries: Tries) -> None:
+    """Hashes and syncs what has not been written anew.
+
+    Every hash is known before the first fsync: what a file system shows of a file afterwards, if that fails, may be
+    something else. Meanwhile the disk is already at work.
+    """
+    files = [file for file in staged.files if file.path not in tries.unsynced]
+    paths = [f"{part}/{FILES}/{file.path}" for file in files]
+    if staged.size_bytes < _WORTH_A_THREAD_BYTES:
+        _hash_all(files, paths, tries.hashes)
+        sync = _begin_to_sync(part, paths) if len(paths) >= _MANY_FILES else os.fsync
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            beginning = pool.submit(_begin_to_sync, part, paths)
+            _hash_all(files, paths, tries.hashes)
+            sync = beginning.result()
+    for file, path in zip(files, paths, strict=True):
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            sync(opened)
+        except OSError:
+            tries.unsynced.add(file.path)
+            _remember(part, staged, tries)
+            raise
+        finally:
+            os.close(opened)
+
+
+def _hash_all(files: Sequence[File], paths: Sequence[str], hashes: dict[str, str]) -> None:
+    for file, path in zip(files, paths, strict=True):
+        if file.path not in hashes:
+            hashes[file.path] = hash_file(path)
+
+
+def _begin_to_sync(part: Path, paths: Sequence[str]) -> Callable[[int], None]:
+    """Has the system write files; returns what to call for each then: it waits for the file, and says how it went."""
+    if len(paths) >= _MANY_FILES and sys.platform == "linux":
+        with contextlib.suppress(OSError):  # about some file, perhaps not ours: each is asked by itself
+            sync_filesystem(part)
+            return check_written_back
+    else:
+        for path in paths:
+            with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+                begin_to_write_back(file.fileno())
+    return os.fsync
+
+
+def _check_unchanged(files: Path, staged: Part) -> None:
+    """Raises CheckpointFailed for what was changed, added or removed since the part was staged."""
+    for file in staged.files:
+        _require_unchanged(file, os.stat(f"{files}/{file.path}"))
     added = _names_below(files).difference(file.path for file in staged.files)
     if added:
         raise CheckpointFailed(f"{min(added)} was added after its directory had been reported: write it before")
+
+
+def _require_unchanged(file: File, status: os.stat_result) -> None:
+    if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+        raise CheckpointFailed(
+            f"{file.path} was still written to after it had been reported: close every file before you call report"
+        )
 
 
 @contextlib.contextmanager
@@ -327,31 +398,24 @@ def _names_below(folder: Path) -> set[str]:
     return {f"{at}/{name}"[cut:] for at, _, names in os.walk(folder) for name in names}
 
 
-def _sync_all(files: Path, staged: Part) -> None:
-    paths = [f"{files}/{file.path}" for file in staged.files]
-    with _expected_in(files):
-        if len(paths) < _MANY_FILES or sys.platform != "linux":
-            for path in paths:
-                sync_file(path)
-        else:
-            sync_filesystem(files)
-            for path in paths:
-                check_written_back(path)
-
-
-def _write_anew(path: Path, fresh: Path, digest: str) -> None:
+def _write_anew(part: Path, file: File, digest: str | None) -> None:
     """Writes a file a second time, beside the user's files, and puts it in the first one's place."""
-    if not digest:
+    if digest is None:
         raise CheckpointFailed(
-            f"{path.name} could not be written, and what it was before is not known: its fsync failed"
+            f"{file.path} could not be written, and what it was before is not known: its fsync failed"
         )
+    path, fresh = part / FILES / file.path, part / _ANEW
     fresh.unlink(missing_ok=True)
     with open(path, "rb", buffering=0) as reading, open(fresh, "xb", buffering=0) as writing:
-        os.fchmod(writing.fileno(), stat.S_IMODE(os.fstat(reading.fileno()).st_mode))
+        status = os.fstat(reading.fileno())
+        _require_unchanged(file, status)
+        os.fchmod(writing.fileno(), stat.S_IMODE(status.st_mode))
         if _pour(reading.fileno(), writing.fileno()) != digest:
-            raise CheckpointFailed(f"{path.name} could not be written: after a failed fsync its bytes are not the same")
+            raise CheckpointFailed(f"{file.path} could not be written: after a failed fsync its bytes are not the same")
+        os.utime(writing.fileno(), ns=(status.st_atime_ns, file.mtime_ns))  # else its owner would be blamed
         os.fsync(writing.fileno())
     os.replace(fresh, path)
+    sync_directory(path.parent)  # not left to the commit: the old file must never come back under a durable note
 
 
 def damage(directory: Path, files: Sequence[File], *, full: bool) -> list[str]:

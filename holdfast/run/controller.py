@@ -253,8 +253,7 @@ class RunController:
             return
         for rank in held.ranks:
             if rank not in held.durable:
-                part = self._part(held, rank)
-                self._engine.send(self._started_keeper(), keeper.ask(held.number, rank, part, anew=action.anew))
+                self._engine.send(self._started_keeper(), keeper.ask(held.number, rank, self._part(held, rank)))
 
     def _is_published(self, held: state.Held) -> bool:
         with suppress(HoldfastError):

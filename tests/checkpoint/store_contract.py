@@ -15,7 +15,7 @@ from holdfast.checkpoint import transfer
 from holdfast.checkpoint.checkpoint import MANIFEST, METADATA
 from holdfast.checkpoint.manifest import Origin, part_directory
 from holdfast.checkpoint.store import STAGING, CheckpointStore, Commit, checkpoint_name
-from holdfast.checkpoint.transfer import make_durable, stage
+from holdfast.checkpoint.transfer import Tries, make_durable, stage
 from holdfast.errors import AlreadyExists, CheckpointDamaged, CheckpointFailed, HoldfastError, NotFound
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
@@ -61,7 +61,7 @@ class Experiment:
             parts[rank] = part_directory(self.staging / str(attempt), number, rank)
             source = write(self.node / "user" / f"{attempt}-{number}-{rank}", files)
             stage(source, parts[rank], give=True)
-            make_durable(parts[rank], {})
+            make_durable(parts[rank], Tries())
         return Commit(number, Origin("mnist", 1, attempt, number), parts, {"loss": 0.5 / number})
 
     def committed(self, number: int, *ranks: Files) -> Commit:

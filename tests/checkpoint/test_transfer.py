@@ -21,7 +21,18 @@ from holdfast.checkpoint import transfer
 from holdfast.checkpoint.checkpoint import MANIFEST, METADATA, METADATA_UNFINISHED
 from holdfast.checkpoint.keeper import Keeper, PersistFailure
 from holdfast.checkpoint.manifest import Part
-from holdfast.checkpoint.transfer import DURABLE, FILES, PART, damage, hash_file, make_durable, read_durable, stage
+from holdfast.checkpoint.transfer import (
+    DURABLE,
+    FILES,
+    PART,
+    UNSYNCED,
+    Tries,
+    damage,
+    hash_file,
+    make_durable,
+    read_durable,
+    stage,
+)
 from holdfast.errors import CheckpointFailed
 from tests.checkpoint.faults import Died, failing_calls, io_error, no_space
 
@@ -66,8 +77,8 @@ def digest(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def made_durable(part: Path, known: dict[str, str] | None = None, *, anew: bool = False) -> Part:
-    return make_durable(part, {} if known is None else known, anew=anew)
+def made_durable(part: Path, tries: Tries | None = None) -> Part:
+    return make_durable(part, tries or Tries())
 
 
 # Staging
@@ -464,7 +475,6 @@ def test_making_durable_twice_is_harmless(source: Path, part: Path) -> None:
     stage(source, part, give=True)
     first = made_durable(part)
     assert made_durable(part) == first
-    assert made_durable(part, anew=True) == first
 
 
 def test_a_torn_note_of_durability_is_made_again(source: Path, part: Path) -> None:
@@ -548,8 +558,18 @@ class FailingSync:
         self.fsync(file)
 
 
+KEEPERS = pytest.mark.parametrize("keeper", ["the same", "the next", "the same, which could write no note"])
+
+
+def next_tries(keeper: str, part: Path, tries: Tries) -> Tries:
+    if keeper == "the same, which could write no note":
+        (part / UNSYNCED).unlink()
+    return Tries() if keeper == "the next" else tries
+
+
+@KEEPERS
 def test_a_failed_fsync_is_never_repeated_the_file_is_written_anew(
-    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch, keeper: str
 ) -> None:
     (source / "weights.bin").chmod(0o751)
     (source / "weights.bin.anew").write_bytes(b"the user's own")
@@ -558,16 +578,16 @@ def test_a_failed_fsync_is_never_repeated_the_file_is_written_anew(
     kept_open = [os.open(path, os.O_RDONLY) for path in (part / FILES).rglob("*")]  # else their inodes come again
     failing = FailingSync(lambda path: path.endswith("weights.bin"))
     monkeypatch.setattr(os, "fsync", failing)
-    known: dict[str, str] = {}
+    tries = Tries()
     with pytest.raises(OSError):
-        made_durable(part, known)
+        made_durable(part, tries)
     assert not (part / DURABLE).exists()
-    first = {inode for inode, _ in failing.asked}
+    (failed,) = [inode for inode, path in failing.asked if path.endswith("weights.bin")]
 
     failing.fails = lambda path: False
     failing.asked.clear()
-    durable = made_durable(part, known, anew=True)
-    assert first.isdisjoint(inode for inode, _ in failing.asked)
+    durable = made_durable(part, next_tries(keeper, part, tries))
+    assert failed not in [inode for inode, _ in failing.asked]
     assert len(failing.asked) == len(durable.files)
     assert listing(part / FILES) == before
     assert damage(part / FILES, durable.files, full=True) == []
@@ -577,65 +597,133 @@ def test_a_failed_fsync_is_never_repeated_the_file_is_written_anew(
         os.close(file)
 
 
+@KEEPERS
 def test_an_fsync_that_fails_again_may_be_tried_again(
-    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch, keeper: str
 ) -> None:
     before = listing(source)
     stage(source, part, give=True)
     failing = FailingSync(lambda path: True)
     monkeypatch.setattr(os, "fsync", failing)
-    known: dict[str, str] = {}
-    for anew in (False, True, True):
+    tries = Tries()
+    for _ in range(3):
         with pytest.raises(OSError):
-            made_durable(part, known, anew=anew)
+            made_durable(part, tries)
     failing.fails = lambda path: False
-    durable = made_durable(part, known, anew=True)
+    durable = made_durable(part, next_tries(keeper, part, tries))
     assert listing(part / FILES) == before
     assert damage(part / FILES, durable.files, full=True) == []
     assert sorted(os.listdir(part)) == [DURABLE, FILES, PART]
 
 
-def test_bytes_that_a_failed_fsync_lost_fail_the_checkpoint(
-    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("write", ["_write_note", "hash_file"])
+def test_only_after_a_failed_fsync_is_anything_written_anew(
+    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch, write: str
 ) -> None:
     stage(source, part, give=True)
-    failing = FailingSync(lambda path: True)
-    known: dict[str, str] = {}
+    inode = os.stat(part / FILES / "weights.bin").st_ino
+
+    def fail(*arguments: Any) -> None:
+        raise no_space()
+
+    tries = Tries()
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, write, fail)
+        with pytest.raises(OSError):
+            made_durable(part, tries)
+    made_durable(part, tries)
+    assert os.stat(part / FILES / "weights.bin").st_ino == inode
+
+
+@KEEPERS
+def test_what_is_written_to_after_a_failed_fsync_is_not_taken(
+    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch, keeper: str
+) -> None:
+    stage(source, part, give=True)
+    append(part / FILES / "weights.bin")  # hashed like this, and never looked at: the fsync fails before
+    failing = FailingSync(lambda path: path.endswith("weights.bin"))
+    monkeypatch.setattr(os, "fsync", failing)
+    tries = Tries()
+    with pytest.raises(OSError):
+        made_durable(part, tries)
+    failing.fails = lambda path: False
+    with pytest.raises(CheckpointFailed, match=r"weights\.bin was still written to"):
+        made_durable(part, next_tries(keeper, part, tries))
+
+
+@KEEPERS
+def test_bytes_that_a_failed_fsync_lost_fail_the_checkpoint(
+    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch, keeper: str
+) -> None:
+    stage(source, part, give=True)
+    failing = FailingSync(lambda path: path.endswith("weights.bin"))
+    tries = Tries()
     monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(OSError):
-        made_durable(part, known)
+        made_durable(part, tries)
     failing.fails = lambda path: False
-    (part / FILES / "weights.bin").write_bytes(b"\0" * 7000)
+    lost = part / FILES / "weights.bin"
+    before = os.stat(lost)
+    lost.write_bytes(b"\0" * 7000)
+    os.utime(lost, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(CheckpointFailed, match=r"weights\.bin could not be written: .* its bytes are not the same"):
-        made_durable(part, known, anew=True)
+        made_durable(part, next_tries(keeper, part, tries))
 
 
-def test_without_its_hash_a_file_is_not_written_anew(source: Path, part: Path) -> None:
+@pytest.mark.parametrize("torn", [b"", b"[1"])
+def test_a_torn_note_of_failed_fsyncs_may_mean_any_file(source: Path, part: Path, torn: bytes) -> None:
     stage(source, part, give=True)
+    (part / UNSYNCED).write_bytes(torn)
     with pytest.raises(CheckpointFailed, match="what it was before is not known"):
-        made_durable(part, {}, anew=True)
+        made_durable(part)
 
 
-def test_of_many_files_a_lost_write_is_seen_for_each(source: Path, part: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_hashed_before_its_fsync_can_fail(
+    tmp_path: Path, part: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "large").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "large" / name).write_bytes(bytes(transfer._WORTH_A_THREAD_BYTES))
+    stage(tmp_path / "large", part, give=True)
+    failing, tries = FailingSync(lambda path: True), Tries()
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError):
+        made_durable(part, tries)
+    assert tries.hashes.keys() == {"a", "b"}
+    failing.fails = lambda path: False
+    made_durable(part)
+
+
+@pytest.mark.parametrize("syncfs", [True, False])
+def test_of_many_files_a_lost_write_is_seen_for_each(
+    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch, syncfs: bool
+) -> None:
+    """Also where syncfs itself fails, were it for a file of somebody else's."""
     monkeypatch.setattr(transfer, "_MANY_FILES", 1)
     stage(source, part, give=True)
-    looked_at = []
+    looking = FailingSync(lambda path: path.endswith("weights.bin"))
 
-    def look(path: str) -> None:
-        looked_at.append(path.removeprefix(f"{part / FILES}/"))
-        if path.endswith("weights.bin"):
-            raise io_error()
+    def fail(path: Path) -> None:
+        raise io_error()
 
-    monkeypatch.setattr(transfer, "check_written_back", look)
+    if syncfs:
+        monkeypatch.setattr(transfer, "check_written_back", looking)
+    else:
+        monkeypatch.setattr(transfer, "sync_filesystem", fail)
+        monkeypatch.setattr(os, "fsync", looking)
+    tries = Tries()
     with pytest.raises(OSError):
-        made_durable(part)
-    assert "weights.bin" in looked_at
+        made_durable(part, tries)
+    assert tries.unsynced == {"weights.bin"}
     assert not (part / DURABLE).exists()
+    looking.fails = lambda path: False
+    made_durable(part, tries)
 
 
 @pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("same_keeper", [False, True])
 def test_a_failure_of_any_system_call_is_mended_by_the_next_try(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: bool
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: bool, same_keeper: bool
 ) -> None:
     if many:
         monkeypatch.setattr(transfer, "_MANY_FILES", 1)
@@ -643,30 +731,16 @@ def test_a_failure_of_any_system_call_is_mended_by_the_next_try(
     before = listing(source)
     for half in (False, True):
         for number in itertools.count():
-            part = tmp_path / f"part-{half}-{number}"
+            part, tries = tmp_path / f"part-{half}-{number}", Tries()
             stage(source, part, give=False)
-            known: dict[str, str] = {}
-            with failing_calls(number, io_error, more=more, half=half) as calls:
-                failed = _fails(lambda part=part, known=known: made_durable(part, known))  # type: ignore[misc]
+            with failing_calls(number, io_error, more=more, half=half) as calls, contextlib.suppress(OSError):
+                made_durable(part, tries)
             if not calls.failed:
                 break
-            missing = {file.path for file in Part.unseal((part / PART).read_bytes()).files} - known.keys()
-            if failed and missing:  # reading failed: nobody can say any more what it was
-                with pytest.raises(CheckpointFailed, match="not known"):
-                    made_durable(part, known, anew=True)
-                continue
-            durable = made_durable(part, known, anew=failed)
+            durable = made_durable(part, tries if same_keeper else None)
             assert listing(part / FILES) == before, calls.names[number]
             assert damage(part / FILES, durable.files, full=True) == []
             assert sorted(os.listdir(part)) == [DURABLE, FILES, PART]
-
-
-def _fails(act: Callable[[], object]) -> bool:
-    try:
-        act()
-    except (OSError, CheckpointFailed):
-        return True
-    return False
 
 
 def test_a_death_at_any_system_call_is_finished_by_the_next_keeper(source: Path, tmp_path: Path) -> None:
@@ -684,12 +758,32 @@ def test_a_death_at_any_system_call_is_finished_by_the_next_keeper(source: Path,
             assert damage(part / FILES, durable.files, full=True) == []
 
 
+def test_a_death_at_any_system_call_after_a_failed_fsync_is_finished_by_the_next_keeper(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = listing(source)
+    for number in itertools.count():
+        part = tmp_path / f"part-{number}"
+        stage(source, part, give=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", FailingSync(lambda path: path.endswith("weights.bin")))
+            with pytest.raises(OSError):
+                made_durable(part)
+        with failing_calls(number, Died) as calls, contextlib.suppress(Died):
+            made_durable(part)
+        if not calls.failed:
+            break
+        durable = made_durable(part)
+        assert listing(part / FILES) == before
+        assert damage(part / FILES, durable.files, full=True) == []
+
+
 # The keeper
 
 
 def test_the_keeper_says_nothing_when_a_part_is_durable(source: Path, part: Path) -> None:
     stage(source, part, give=True)
-    assert Keeper().persist(part, anew=False) is None
+    assert Keeper().persist(part) is None
     assert read_durable(part).files
 
 
@@ -700,12 +794,12 @@ def test_the_keeper_remembers_the_hashes_of_a_try_that_failed(
     failing = FailingSync(lambda path: True)
     monkeypatch.setattr(os, "fsync", failing)
     keeper = Keeper()
-    failure = keeper.persist(part, anew=False)
+    failure = keeper.persist(part)
     assert failure is not None
     assert failure.passing
     assert "EIO" in failure.reason
     failing.fails = lambda path: False
-    assert keeper.persist(part, anew=True) is None
+    assert keeper.persist(part) is None
 
 
 @pytest.mark.parametrize(
@@ -724,7 +818,7 @@ def test_the_keeper_answers_whatever_goes_wrong(
         raise error
 
     monkeypatch.setattr(keeper_module, "make_durable", fail)
-    failure = Keeper().persist(part, anew=False)
+    failure = Keeper().persist(part)
     assert isinstance(failure, PersistFailure)
     assert failure.passing == passing
     assert failure.reason
@@ -736,18 +830,18 @@ def test_the_keeper_makes_a_part_durable_once_however_many_ask(
     stage(source, part, give=True)
     keeper, begun, go_on, running = Keeper(), threading.Event(), threading.Event(), []
 
-    def slow(part: Path, known: dict[str, str], *, anew: bool) -> Part:
-        running.append(anew)
-        assert running.count(False) == 1 or (part / DURABLE).exists()
+    def slow(part: Path, tries: Tries) -> Part:
+        running.append(part)
+        assert len(running) == 1 or (part / DURABLE).exists()
         begun.set()
         assert go_on.wait(DEADLINE_S)
-        return make_durable(part, known, anew=anew)
+        return make_durable(part, tries)
 
     monkeypatch.setattr(keeper_module, "make_durable", slow)
     with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(keeper.persist, part, anew=False)
+        first = pool.submit(keeper.persist, part)
         assert begun.wait(DEADLINE_S)
-        others = [pool.submit(keeper.persist, part, anew=True) for _ in range(2)]
+        others = [pool.submit(keeper.persist, part) for _ in range(2)]
         go_on.set()
         assert [future.result(DEADLINE_S) for future in (first, *others)] == [None, None, None]
     assert read_durable(part).files
