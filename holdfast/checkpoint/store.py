@@ -35,8 +35,8 @@ from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage, rename_exclusive, sync_directory, write_all
 
 STAGING = ".staging"
-_FORGOTTEN = f"{STAGING}/forgotten"
 _PREFIX = "checkpoint_"
+_FORGOTTEN = ".forgotten_"  # before the name of a checkpoint that is being removed
 
 
 def checkpoint_name(number: int) -> str:
@@ -253,12 +253,11 @@ class _Directories:
             return not alone
 
     def remove(self, number: int) -> bool:
-        away = self._root / _FORGOTTEN / checkpoint_name(number)
+        away = self._root / (_FORGOTTEN + checkpoint_name(number))  # beside it: a full disk takes no new folder
         with _held(self._at(number) / MANIFEST) as alone:
             if not alone:
                 return False
             shutil.rmtree(away, ignore_errors=True)  # half removed before
-            away.parent.mkdir(parents=True, exist_ok=True)
             # Renamed first, and while no reader can come: it finds all of a checkpoint or nothing, never half of it.
             with suppress(FileNotFoundError):
                 rename_exclusive(self._at(number), away)
@@ -276,16 +275,23 @@ class _Directories:
             if of_epoch < first[0]:
                 _remove_empty(in_epoch)
         _remove_empty(staging)
+        for name in _names_in(self._root):
+            if name.startswith(_FORGOTTEN) and _number_of(name.removeprefix(_FORGOTTEN)) is not None:
+                shutil.rmtree(self._root / name, ignore_errors=True)  # whose owner died in `remove`
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
     """The folders with a number for a name; others are not ours."""
+    names = [name for name in _names_in(folder) if name.isdecimal() and name == str(int(name))]
+    found = [(int(name), folder / name) for name in names]
+    return [(number, path) for number, path in found if path.is_dir() and not path.is_symlink()]
+
+
+def _names_in(folder: Path) -> list[str]:
     try:
-        names = os.listdir(folder)
+        return os.listdir(folder)
     except OSError:  # there is none, or the next sweep will see
         return []
-    found = [(int(name), folder / name) for name in names if name.isdecimal() and name == str(int(name))]
-    return [(number, path) for number, path in found if path.is_dir() and not path.is_symlink()]
 
 
 def _remove_empty(folder: Path) -> None:

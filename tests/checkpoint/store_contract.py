@@ -374,5 +374,5 @@ def left_of(experiment: Experiment, number: int) -> list[str]:
         os.path.join(at, name)
         for at, folders, names in os.walk(experiment.storage.root)
         for name in (*folders, *names)
-        if name == checkpoint_name(number)
+        if name.endswith(checkpoint_name(number))
     ]

@@ -265,14 +265,37 @@ def test_what_is_half_removed_is_finished_also_where_renames_are_not_exclusive(
 
     monkeypatch.setattr("holdfast.storage.local._rename_noreplace", not_here)
     experiment.committed(1, ONE)
-    away = root(experiment) / STAGING / "forgotten" / "checkpoint_000001"
-    away.mkdir(parents=True)
+    away = root(experiment) / ".forgotten_checkpoint_000001"
+    away.mkdir()
     (away / "half").write_bytes(b"")
     assert experiment.store().remove(1)
     assert left_of(experiment, 1) == []
     away.mkdir()
     assert experiment.store().remove(1)
     assert left_of(experiment, 1) == []
+
+
+def test_a_full_disk_is_no_obstacle_to_a_removal(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    experiment.committed(1, *RANKS)
+    shutil.rmtree(root(experiment) / STAGING)
+    monkeypatch.setattr(os, "mkdir", full)
+    monkeypatch.setattr(os, "write", full)
+    assert experiment.store().remove(1)
+    assert os.listdir(root(experiment)) == []
+
+
+def test_a_sweep_removes_what_an_earlier_owner_forgot_and_half_removed(experiment: Experiment) -> None:
+    experiment.committed(1, ONE)
+    theirs = [".forgotten_notes", "forgotten_checkpoint_000001"]
+    for name in [".forgotten_checkpoint_000001", ".forgotten_checkpoint_1000000", *theirs]:
+        write(root(experiment) / name, ONE)
+    experiment.store().sweep(1, 2)
+    experiment.store().sweep(1, None)
+    assert sorted(os.listdir(root(experiment))) == sorted(["checkpoint_000001", *theirs])
+    assert_whole(experiment, 1, [ONE])
 
 
 ATTEMPTS = [(1, 2), (2, 1), (2, 2), (2, 10), (3, 1), (10, 1)]
