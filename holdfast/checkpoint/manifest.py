@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.checkpoint import MANIFEST, METADATA
-from holdfast.errors import CheckpointDamaged
+from holdfast.errors import CheckpointDamaged, CheckpointError
 from holdfast.plain import Plain
 from holdfast.sealed import seal, unseal
 from holdfast.storage.base import checked
@@ -111,7 +111,8 @@ class Manifest:
         """Returns the manifest that `line` holds.
 
         Raises:
-            CheckpointDamaged: the line is not what was written, or of a format this library does not know.
+            CheckpointDamaged: the line is not what was written.
+            CheckpointError: it is of a format that this version does not know: that is no damage.
         """
         try:
             with _reading():
@@ -124,8 +125,14 @@ class Manifest:
                     metrics=dict(value["metrics"]),
                     time=float(value["time"]),
                 )
+        except _UnknownFormat as error:
+            raise CheckpointError(f"the manifest of {where} was written by a newer holdfast: {error}") from error
         except ValueError as error:
             raise CheckpointDamaged(f"the manifest of {where} cannot be read: {error}") from error
+
+
+class _UnknownFormat(ValueError):
+    """What is sealed is whole, and cannot be understood."""
 
 
 @contextmanager
@@ -141,7 +148,7 @@ def _known(value: Plain) -> dict[str, Plain]:
     if not isinstance(value, dict):
         raise TypeError(f"a {type(value).__name__}, not a dict")
     if value["version"] != VERSION:
-        raise ValueError(
+        raise _UnknownFormat(
             f"it is of format {value['version']!r}, and this version of holdfast reads format {VERSION}: "
             "use the version that wrote it"
         )

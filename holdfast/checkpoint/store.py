@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +33,7 @@ from holdfast.checkpoint.manifest import File, Manifest, Merge, Origin, listed, 
 from holdfast.checkpoint.transfer import FILES, damage, read_durable
 from holdfast.errors import AlreadyExists, CheckpointDamaged, CheckpointError, CheckpointFailed, NotFound
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage, rename_exclusive, sync_directory, write_all
+from holdfast.storage.local import LocalStorage, rename_exclusive, sync_directory, translated, write_all
 
 STAGING = ".staging"
 _PREFIX = "checkpoint_"
@@ -148,6 +149,8 @@ class CheckpointStore:
         Raises:
             NotFound: there is no such checkpoint.
             CheckpointDamaged: its manifest is not what was written.
+            CheckpointError: it was written by a newer holdfast.
+            StorageError: it cannot be read now.
         """
         manifest = Manifest.unseal(self._layout.manifest(number), checkpoint_name(number))
         if manifest.number != number:
@@ -171,6 +174,10 @@ class CheckpointStore:
 
         Args:
             full: compare every file's hash; otherwise only sizes.
+
+        Raises:
+            CheckpointError: it was written by a newer holdfast.
+            StorageError: it cannot be read now: nobody knows whether it is whole.
         """
         try:
             return self._layout.damage(self.manifest(number), full=full)
@@ -178,8 +185,6 @@ class CheckpointStore:
             return [f"{checkpoint_name(number)} is missing, or its manifest is"]
         except CheckpointDamaged as error:
             return [str(error)]
-        except OSError as error:
-            return [f"the manifest of {checkpoint_name(number)} cannot be read ({error.strerror})"]
 
     def in_use(self, numbers: Iterable[int]) -> frozenset[int]:
         """Returns those of `numbers` that somebody has open in `as_directory()` now."""
@@ -231,22 +236,28 @@ class _Directories:
         sync_directory(self._root)  # also of a commit that was made before: its driver may have died before this
 
     def manifest(self, number: int) -> bytes:
-        try:
-            return (self._at(number) / MANIFEST).read_bytes()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotFound(f"there is no checkpoint at {self._at(number)}") from error
+        path = self._at(number) / MANIFEST
+        with translated("read", path):
+            try:
+                return path.read_bytes()
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise NotFound(f"there is no checkpoint at {path.parent}") from error
+            except IsADirectoryError as error:
+                raise CheckpointDamaged(f"the manifest of {checkpoint_name(number)} is a directory") from error
 
     def numbers(self) -> list[int]:
-        return [number for number in self.taken() if (self._at(number) / MANIFEST).exists()]
+        return [number for number in self.taken() if _mode(self._at(number) / MANIFEST)]
 
     def taken(self) -> list[int]:
-        names = os.listdir(self._root) if self._root.exists() else []
-        return sorted(number for name in names if (number := _number_of(name)) is not None)
+        with translated("list", self._root), suppress(FileNotFoundError):
+            names = os.listdir(self._root)
+            return sorted(number for name in names if (number := _number_of(name)) is not None)
+        return []
 
     def damage(self, manifest: Manifest, *, full: bool) -> list[str]:
         at = self._at(manifest.number)
-        missing = [f"the directory {name} is missing" for name in manifest.directories if not (at / name).is_dir()]
-        return missing + damage(at, manifest.files, full=full)
+        missing = [name for name in manifest.directories if not stat.S_ISDIR(_mode(at / name))]
+        return [f"the directory {name} is missing" for name in missing] + damage(at, manifest.files, full=full)
 
     def in_use(self, number: int) -> bool:
         with _held(self._at(number) / MANIFEST) as alone:
@@ -278,6 +289,13 @@ class _Directories:
         for name in _names_in(self._root):
             if name.startswith(_FORGOTTEN) and _number_of(name.removeprefix(_FORGOTTEN)) is not None:
                 shutil.rmtree(self._root / name, ignore_errors=True)  # whose owner died in `remove`
+
+
+def _mode(path: Path) -> int:
+    """What is there, as stat says; 0: nothing. Not `exists`, for which what cannot be looked at is not there."""
+    with translated("look at", path), suppress(FileNotFoundError, NotADirectoryError):
+        return os.stat(path).st_mode
+    return 0
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:

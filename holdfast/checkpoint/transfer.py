@@ -28,6 +28,7 @@ from holdfast.errors import CheckpointFailed
 from holdfast.storage.local import (
     begin_to_write_back,
     check_written_back,
+    storage_error,
     sync_directory,
     sync_filesystem,
     write_all,
@@ -423,21 +424,25 @@ def damage(directory: Path, files: Sequence[File], *, full: bool) -> list[str]:
 
     Args:
         full: compare hashes too, not only sizes.
+
+    Raises:
+        StorageError: a file is there and cannot be read now: nobody knows whether it is whole.
     """
 
     def look(file: File) -> str | None:
+        path = f"{directory}/{file.path}"
         try:
-            status = os.stat(f"{directory}/{file.path}")
+            status = os.stat(path)
             if not stat.S_ISREG(status.st_mode):
                 return f"{file.path} is not a file"
             if status.st_size != file.size_bytes:
                 return f"{file.path} has {status.st_size} bytes, not {file.size_bytes}"
-            if full and hash_file(f"{directory}/{file.path}") != file.hash:
+            if full and hash_file(path) != file.hash:
                 return f"{file.path} has other bytes than were committed"
         except (FileNotFoundError, NotADirectoryError):
             return f"{file.path} is missing"
         except OSError as error:
-            return f"{file.path} cannot be read ({error.strerror})"
+            raise storage_error("read", path, error) from error
         return None
 
     size_bytes = sum(file.size_bytes for file in files) if full else 0

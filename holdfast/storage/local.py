@@ -27,6 +27,9 @@ _TRANSIENT = {
     errno.EAGAIN,
     errno.EBUSY,
     errno.EINTR,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
 }
 _TEMPORARY = re.compile(r"\.tmp-(\d+)-[0-9a-f]{16}")
 _CHUNK_BYTES = 1 << 20

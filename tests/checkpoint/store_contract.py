@@ -16,7 +16,8 @@ from holdfast.checkpoint.checkpoint import MANIFEST, METADATA
 from holdfast.checkpoint.manifest import Origin, part_directory
 from holdfast.checkpoint.store import STAGING, CheckpointStore, Commit, checkpoint_name
 from holdfast.checkpoint.transfer import Tries, make_durable, stage
-from holdfast.errors import AlreadyExists, CheckpointDamaged, CheckpointFailed, HoldfastError, NotFound
+from holdfast.errors import AlreadyExists, CheckpointDamaged, CheckpointError, CheckpointFailed, HoldfastError, NotFound
+from holdfast.sealed import seal, unseal
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
 from tests.checkpoint.faults import Died, failing_calls, io_error
@@ -297,6 +298,17 @@ class StoreContract:
                 assert problem.startswith("the manifest of checkpoint_000001 cannot be read")
             experiment.change(1, MANIFEST, lambda data, at=position: line[:at])  # type: ignore[misc]
             assert len(experiment.store().verify(1)) == 1
+
+    def test_a_checkpoint_of_a_newer_version_is_not_damaged(self, experiment: Experiment) -> None:
+        commit = experiment.committed(1, ONE)
+        experiment.change(1, MANIFEST, lambda line: seal({**unseal(line), "version": 2}))
+        for ask in (experiment.store().verify, experiment.store().manifest):
+            with pytest.raises(CheckpointError, match="checkpoint_000001 was written by a newer holdfast") as refused:
+                ask(1)
+            assert not isinstance(refused.value, CheckpointDamaged)
+        with pytest.raises(CheckpointError, match="newer holdfast"):
+            experiment.store().commit(commit)
+        assert experiment.store().list() == [1]
 
     def test_missing_and_truncated_files_are_named_by_size_alone(self, experiment: Experiment) -> None:
         experiment.committed(1, ONE)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import tempfile
@@ -110,13 +111,30 @@ def test_an_empty_directory_that_is_missing_is_damage(experiment: Experiment) ->
     assert experiment.store().verify(1) == ["the directory hollow/inner is missing"]
 
 
-@pytest.mark.parametrize("name", [MANIFEST, "model.pt"])
-def test_what_cannot_be_read_is_damage(experiment: Experiment, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [(MANIFEST, "the manifest of checkpoint_000001 is a directory"), ("model.pt", "model.pt is not a file")],
+)
+def test_a_directory_in_the_place_of_a_file_is_damage(experiment: Experiment, name: str, problem: str) -> None:
     experiment.committed(1, ONE)
     (root(experiment) / "checkpoint_000001" / name).unlink()
     (root(experiment) / "checkpoint_000001" / name).mkdir()
-    (problem,) = experiment.store().verify(1)
-    assert name in problem or "the manifest of checkpoint_000001 cannot be read (Is a directory)" in problem
+    assert experiment.store().verify(1) == [problem]
+
+
+def test_whatever_call_fails_while_a_checkpoint_is_looked_at_it_is_not_called_damaged_or_missing(
+    experiment: Experiment,
+) -> None:
+    experiment.committed(1, *RANKS)
+    for number in itertools.count():
+        with failing_calls(number, io_error) as calls, contextlib.suppress(StorageError):
+            assert experiment.store().taken() == [1], calls.names[number]
+            assert experiment.store().list() == [1], calls.names[number]
+            assert experiment.store().verify(1) == [], calls.names[number]
+            assert not calls.failed, calls.names[number]
+        if not calls.failed:
+            break
+    assert number > 10
 
 
 def test_an_empty_directory_in_the_place_of_a_checkpoint_is_not_replaced(experiment: Experiment) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import builtins
 import contextlib
 import errno
 import itertools
@@ -33,7 +34,7 @@ from holdfast.checkpoint.transfer import (
     read_durable,
     stage,
 )
-from holdfast.errors import CheckpointFailed
+from holdfast.errors import CheckpointFailed, StorageError
 from tests.checkpoint.faults import Died, failing_calls, io_error, no_space
 
 DEADLINE_S = 30
@@ -872,12 +873,23 @@ def test_damage_is_named_file_by_file(source: Path, part: Path) -> None:
     ]
 
 
-def test_a_file_that_cannot_be_read_is_damage(source: Path, part: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "transient"),
+    [(errno.EIO, True), (errno.ESTALE, True), (errno.EMFILE, True), (errno.EACCES, False)],
+)
+@pytest.mark.parametrize("call", ["stat", "open"])
+def test_a_file_that_cannot_be_read_now_is_not_damage(
+    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, transient: bool
+) -> None:
     stage(source, part, give=True)
     files = made_durable(part).files
 
-    def fail(path: str) -> str:
-        raise io_error()
+    def fail(path: str, *more: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(transfer, "hash_file", fail)
-    assert "weights.bin cannot be read (Input/output error)" in damage(part / FILES, files, full=True)
+    monkeypatch.setattr(os if call == "stat" else builtins, call, fail)
+    with pytest.raises(StorageError, match=r"could not read .*\((EIO|ESTALE|EMFILE|EACCES)\)") as refused:
+        damage(part / FILES, files, full=True)
+    monkeypatch.undo()
+    assert refused.value.transient == transient
+    assert damage(part / FILES, files, full=True) == []
