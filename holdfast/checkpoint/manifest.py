@@ -70,9 +70,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Origin:
-    """Which report of which attempt of which owner a checkpoint comes from."""
+    """Which report of which attempt of which owner a checkpoint comes from.
 
-    experiment: str
+    The experiment's name is for people: its folder may be renamed, and what is in it comes from where it came.
+    """
+
+    experiment: str = field(compare=False)
     epoch: int
     attempt: int
     report: int

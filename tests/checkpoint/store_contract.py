@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,14 @@ class StoreContract:
         first = experiment.store().commit(commit)
         assert experiment.store().commit(commit).manifest == first.manifest
         assert_whole(experiment, 1, RANKS)
+
+    def test_what_was_committed_before_its_experiment_was_renamed_is_the_same(self, experiment: Experiment) -> None:
+        commit = experiment.staged(1, ONE)
+        first = experiment.store().commit(commit)
+        renamed = replace(commit, origin=replace(commit.origin, experiment="new name"))
+        again = experiment.store().commit(renamed)
+        assert again == first
+        assert again.manifest.origin.experiment == "mnist"
 
     def test_a_number_that_another_report_has_is_refused_and_nothing_changes(self, experiment: Experiment) -> None:
         experiment.committed(1, ONE)

@@ -48,7 +48,9 @@ def test_a_part_is_read_as_it_was_written(part: Part) -> None:
 
 @given(manifests)
 def test_a_manifest_is_read_as_it_was_written(manifest: Manifest) -> None:
-    assert Manifest.unseal(manifest.seal(), "here") == manifest
+    read = Manifest.unseal(manifest.seal(), "here")
+    assert read == manifest
+    assert read.origin.experiment == manifest.origin.experiment
 
 
 def test_a_manifest_counts_its_bytes() -> None:
