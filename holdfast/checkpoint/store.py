@@ -198,6 +198,20 @@ class CheckpointStore:
         """
         return self._layout.remove(number)
 
+    def discard(self, number: int, origin: Origin) -> bool:
+        """Removes what an abandoned report has left under its number; a checkpoint from elsewhere is left alone.
+
+        Returns:
+            False when somebody has it open: to be tried again later.
+
+        Raises:
+            StorageError: it cannot be read now, and so nobody knows where it comes from.
+        """
+        with suppress(NotFound, CheckpointError):  # who cannot say where it comes from is not ours
+            if self.manifest(number).origin == origin:
+                return self.remove(number)
+        return True
+
     def sweep(self, epoch: int, attempt: int | None) -> None:
         """Removes what was staged before an attempt, or, when it is None, in this epoch and all before it.
 

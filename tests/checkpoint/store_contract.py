@@ -351,6 +351,35 @@ class StoreContract:
         assert experiment.store().remove(2)
         assert experiment.store().remove(2)
 
+    def test_what_an_abandoned_report_has_committed_is_discarded(self, experiment: Experiment) -> None:
+        commit = experiment.committed(1, *RANKS)
+        experiment.committed(2, ONE)
+        for _ in range(2):
+            assert experiment.store().discard(1, replace(commit.origin, experiment="new name"))
+            assert experiment.store().taken() == [2]
+
+    @pytest.mark.parametrize("elsewhere", [{"epoch": 2}, {"attempt": 2}, {"report": 2}], ids=str)
+    def test_what_comes_from_elsewhere_is_not_discarded(
+        self, experiment: Experiment, elsewhere: dict[str, int]
+    ) -> None:
+        commit = experiment.committed(1, ONE)
+        assert experiment.store().discard(1, replace(commit.origin, **elsewhere))
+        assert_whole(experiment, 1, [ONE])
+
+    @pytest.mark.parametrize(
+        "change",
+        [lambda line: None, lambda line: line[:-1], lambda line: seal({**unseal(line), "version": 2})],
+        ids=["none", "torn", "newer"],
+    )
+    def test_what_cannot_say_where_it_comes_from_is_not_discarded(
+        self, experiment: Experiment, change: Callable[[bytes], bytes | None]
+    ) -> None:
+        commit = experiment.committed(1, ONE)
+        experiment.change(1, MANIFEST, change)
+        assert experiment.store().discard(1, commit.origin)
+        assert experiment.store().taken() == [1]
+        assert experiment.files(1) == merged([ONE])
+
     def test_what_never_came_to_its_manifest_can_be_removed(self, experiment: Experiment) -> None:
         experiment.committed(1, ONE)
         experiment.change(1, MANIFEST, lambda data: None)

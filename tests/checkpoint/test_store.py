@@ -223,6 +223,7 @@ def test_what_a_reader_has_open_is_not_removed(experiment: Experiment) -> None:
     with experiment.store().open(1).as_directory():
         assert experiment.store().in_use([1, 2]) == {1}
         assert not experiment.store().remove(1)
+        assert not experiment.store().discard(1, experiment.store().manifest(1).origin)
         assert_whole(experiment, 1, [ONE])
     assert experiment.store().in_use([1, 2]) == frozenset()
     assert experiment.store().remove(1)
