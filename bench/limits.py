@@ -60,12 +60,37 @@ def sync_directory(path: Path) -> None:
         os.close(file)
 
 
-def read(path: Path) -> None:
-    """Reads a file once, into memory that is used again."""
-    buffer = bytearray(CHUNK_BYTES)
+def read_s(path: Path) -> float:
+    """Returns the seconds of reading a file once, into memory that has been touched and is used again."""
+    buffer = bytearray(os.urandom(CHUNK_BYTES))
+    start = time.perf_counter()
     with open(path, "rb", buffering=0) as file:
         while file.readinto(buffer):
             pass
+    return time.perf_counter() - start
+
+
+def drop_pages(directory: Path) -> None:
+    """Takes what lies below a directory out of the page cache; it must have been synced.
+
+    Files that are kept would hold their pages, and the next write would have to find pages never touched.
+    """
+    for path in directory.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+def warm_pages(directory: Path, size_bytes: int) -> None:
+    """Writes a file and deletes it, so that what is written next gets pages which the host already backs.
+
+    In a virtual machine the first touch of a page takes ten times as long as writing to it (2.2 s against 0.22 s for
+    1 GB, seen), and the side that keeps its files would pay for it each time.
+    """
+    path = directory / "warm-pages"
+    write(path, size_bytes)
+    path.unlink()
 
 
 def copy_s(source: Path, target: Path) -> float:

@@ -59,15 +59,17 @@ def _weigh(side: Side, run: Run, bare_pid: int, made: dict[str, Figure]) -> None
     if clean_parents:
         made["parent"].add(side.name, sum(pss[pid] for pid in clean_parents))
     for pid in sorted(ours, key=lambda pid: -pss[pid]):
-        note(f"memory: {side.name}: {pss[pid]:7.1f} MB  {_role(pid, driver, workers, clean_parents)}")
+        note(f"memory: {side.name}: {pss[pid]:7.1f} MB  {_role(side, pid, driver, workers, clean_parents)}")
 
 
-def _role(pid: int, driver: int, workers: set[int], clean_parents: set[int]) -> str:
+def _role(side: Side, pid: int, driver: int, workers: set[int], clean_parents: set[int]) -> str:
     if pid == driver:
         return "driver"
     if pid in workers:
         return "training worker"
-    return "clean parent" if pid in clean_parents else processes.command(pid)[:80]
+    if pid in clean_parents:
+        return "clean parent"
+    return "keeper" if side.name == OURS else processes.command(pid)[:80]
 
 
 @contextmanager

@@ -72,24 +72,18 @@ def _measure(bench: Bench, side: Side, cases: dict[str, dict[str, int]], made: d
         try:
             run.wait(timeout_s=600)
         finally:
+            # The limit is taken beside our own reports where there are any: Ray's processes would slow it.
             for mark in run.marks:
-                _add(mark, side, made)
+                _add(mark, side, made, with_limit=side is bench.sides[0])
 
 
-def _add(mark: dict[str, Any], side: Side, made: dict[str, Figure]) -> None:
-    """Adds one mark. The limit is taken on our side where it runs: Ray's own processes would slow it."""
-    values, limit = mark["values"], mark["limit"]
-    if mark["name"] == "metrics":
-        made["metrics_only"].add(side.name, [1000 * value for value in values])
-        made["metrics_only/p99"].add(side.name, 1000 * percentile(values, 0.99))
-        _limit(made["metrics_only"], side, [1000 * value for value in limit])
-        return
-    scale = 1000 if mark["name"] in ("small", "given") else 1
-    made[mark["name"]].add(side.name, [scale * value for value in values])
-    _limit(made[mark["name"]], side, [scale * value for value in limit])
-    if mark["name"] == "given":
+def _add(mark: dict[str, Any], side: Side, made: dict[str, Figure], with_limit: bool) -> None:
+    name = mark["name"]
+    scale = 1000 if made[name].unit == "ms" else 1
+    made[name].add(side.name, [scale * value for value in mark["values"]])
+    if with_limit:
+        made[name].add(LIMIT, [scale * value for value in mark["limit"]])
+    if name == "metrics_only":
+        made["metrics_only/p99"].add(side.name, scale * percentile(mark["values"], 0.99))
+    if name == "given":
         made["given/settled"].add(side.name, mark["settled"])
-
-
-def _limit(figure: Figure, side: Side, values: list[float]) -> None:
-    figure.add(LIMIT if side.name == OURS else f"{LIMIT} ({side.name})", values)

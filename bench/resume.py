@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.figure import LIMIT, OURS, RAY_DEFAULT, Figure, Target
-from bench.side import Bench, Run, Side, tried
+from bench.figure import LIMIT, RAY_DEFAULT, Figure, Target
+from bench.side import Bench, Run, ScriptFailed, Side, tried
 
 SIZES = {"20MB": 20 * 10**6, "1GB": 10**9}
 
@@ -46,7 +46,7 @@ def _measure(bench: Bench, side: Side, size: str, step: Figure, without: Figure)
     found = _resumptions(run)
     step.add(side.name, [resumption.to_step_s for resumption in found])
     without.add(side.name, [resumption.without_load_s for resumption in found])
-    if side.name == OURS or side is bench.sides[0]:
+    if side is bench.sides[0]:
         for figure in (step, without):
             figure.add(LIMIT, [mark["seconds"] for mark in run.named("read")])
 
@@ -60,6 +60,8 @@ def _resumptions(run: Run) -> list[Resumption]:
 def _resumption(run: Run, start: float, end: float) -> Resumption:
     """The last rank counts: a gang steps together."""
     steps = {m["rank"]: m["t"] for m in run.named("stepped") if start < m["t"] < end and m["resumed"]}
+    if not steps:
+        raise ScriptFailed("after a kill no rank went on from a checkpoint")
     loads = {m["rank"]: m["seconds"] for m in run.named("loaded") if start < m["t"] < end}
     return Resumption(
         to_step_s=max(steps.values()) - start,
@@ -76,7 +78,10 @@ def _per_gb(without: dict[str, Figure], names: Sequence[str]) -> Figure:
         "between 20 MB and 1 GB, the user's own load not counted; limit: one read",
     )
     gigabytes = (SIZES["1GB"] - SIZES["20MB"]) / 1e9
-    for name in [LIMIT, *names]:
+    read = without["1GB"].spread(LIMIT)
+    if read:
+        figure.add(LIMIT, read.median / (SIZES["1GB"] / 1e9))
+    for name in names:
         small, large = without["20MB"].spread(name), without["1GB"].spread(name)
         if small and large:
             figure.add(name, (large.median - small.median) / gigabytes)

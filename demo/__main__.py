@@ -56,6 +56,7 @@ class Show:
         self.reported: dict[int, float] = {}
         self.pids: set[int] = set()
         self.starts = 0
+        self.half_saved = False
         self.finished: Notice = {}
         self.driver: subprocess.Popen[bytes] | None = None
         self._seen: set[str] = set()
@@ -138,15 +139,16 @@ def alive(pid: int) -> bool:
 
 
 def kill_worker_while_it_saves(show: Show) -> None:
-    hold = show.notices / f"hold-saving-{KILL_WORKER_SAVING}"
+    epoch = KILL_WORKER_SAVING
+    hold = show.notices / f"hold-saving-{epoch}"
     hold.touch()
-    saving = show.wait_for("saving", epoch=KILL_WORKER_SAVING)
+    saving = show.wait_for("saving", epoch=epoch)
+    written = {path.parent for path in (show.results / NAME / ".staging").rglob("model.pt")}
+    show.half_saved = any(not (folder / "training.pt").exists() for folder in written)
     os.kill(saving["pid"], signal.SIGKILL)
     hold.unlink()
-    show.attempts[-1].end = f"a worker killed while it saved epoch {KILL_WORKER_SAVING}"
-    show.say(
-        f"SIGKILL to worker 0 (pid {saving['pid']}): model.pt of epoch {KILL_WORKER_SAVING} written, training.pt not"
-    )
+    show.attempts[-1].end = f"a worker killed while it saved epoch {epoch}"
+    show.say(f"SIGKILL to worker 0 (pid {saving['pid']}): of epoch {epoch}, model.pt is written, training.pt is not")
     show.wait_for("started", rank=0)
 
 
@@ -168,79 +170,89 @@ def play(show: Show) -> None:
         assert driver.returncode == 0, f"the script ended with status {driver.returncode}"
 
 
-def checkpoints_of(store: CheckpointStore) -> list[tuple[str, int, float, int, list[str]]]:
-    """Name, epoch, accuracy, size and damage of each checkpoint."""
-    rows = []
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint that is there at the end."""
+
+    name: str
+    epoch: int
+    accuracy: float
+    size_bytes: int
+    damage: list[str]
+
+
+def kept(store: CheckpointStore) -> Iterator[Kept]:
     for number in store.list():
         manifest = store.manifest(number)
-        metrics = manifest.metrics
-        row = (
-            checkpoint_name(number),
-            metrics["epoch"],
-            metrics["accuracy"],
-            manifest.size_bytes,
-            store.verify(number),
-        )
-        rows.append(row)
-    return rows
+        epoch, accuracy = manifest.metrics["epoch"], manifest.metrics["accuracy"]
+        yield Kept(checkpoint_name(number), epoch, accuracy, manifest.size_bytes, store.verify(number))
 
 
-def promises(show: Show, rows: list[tuple[str, int, float, int, list[str]]]) -> list[tuple[bool, str]]:
-    """What must hold now, and whether it does."""
+def promises(show: Show, checkpoints: list[Kept]) -> list[tuple[bool, str]]:
+    """What must be so now, and whether it is."""
     resumed = show.attempts[1:]
     last = int(CONFIG["epochs"]) - 1
+    whole = bool(checkpoints) and not any(checkpoint.damage for checkpoint in checkpoints)
     return [
-        (len(resumed) == 2, "the worker's death and the driver's were each survived in one further attempt"),
+        (show.half_saved, "the worker was killed with half of its checkpoint written"),
+        (len(resumed) == 2, "each of the two deaths cost one attempt"),
         (
-            all(attempt.epoch == attempt.newest_reported + 1 for attempt in resumed),
+            all(attempt.epoch > attempt.newest_reported for attempt in resumed),
             "each attempt went on from the newest checkpoint whose report had returned",
         ),
         (show.reported.keys() == set(range(last + 1)), f"every epoch from 0 to {last} was reported"),
-        (last in [epoch for _, epoch, *_ in rows], "the newest checkpoint is of the last epoch"),
-        (
-            bool(rows) and not any(damage for *_, damage in rows),
-            "each checkpoint verifies: every byte read, every hash compared",
-        ),
-        (show.finished.get("accuracy", 0.0) >= 0.9, "accuracy is at least 0.9"),
+        (last in [checkpoint.epoch for checkpoint in checkpoints], "the checkpoint of the last epoch is there"),
+        (whole, "each checkpoint verifies: every byte read, every hash compared"),
+        (show.finished["accuracy"] >= 0.9, "the accuracy is at least 0.9"),
         (not (show.results / NAME / ".staging").exists(), "no half-written file is left over"),
-        (show.gone_within(5), "no process is left over"),
+        (show.gone_within(5), "no worker is left over"),
     ]
 
 
-def summary(show: Show, rows: list[tuple[str, int, float, int, list[str]]], held: list[tuple[bool, str]]) -> str:
-    lines = ["", "What happened", ""]
-    for number, attempt in enumerate(show.attempts, 1):
+def summary(show: Show, checkpoints: list[Kept], held: list[tuple[bool, str]]) -> str:
+    best = show.results / NAME / show.finished["best"]
+    good = all(ok for ok, _ in held)
+    sections = {
+        "What happened": _attempts(show.attempts),
+        "Accuracy": _accuracies(show),
+        f"Checkpoints in {show.results / NAME}": [_checkpoint(checkpoint, best.name) for checkpoint in checkpoints],
+        "Promised and held" if good else "Promised, and NOT all of it held": [
+            f"{'yes' if ok else 'NO '}   {sentence}" for ok, sentence in held
+        ],
+        "Lost": [_lost(show.attempts[1:]) if good else "see above"],
+        "Look at it": [
+            f"ls -A {best}",
+            f"{sys.executable} -c \"import torch; print(torch.load('{best}/model.pt').keys())\"",
+            f"less {show.log}",
+        ],
+    }
+    return "\n".join(f"\n{title}\n\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items())
+
+
+def _attempts(attempts: list[Attempt]) -> Iterator[str]:
+    for number, attempt in enumerate(attempts, 1):
         origin = f"from {attempt.checkpoint}" if attempt.checkpoint else "from nothing"
-        done = f"epochs {attempt.reported[0]}-{attempt.reported[-1]}" if attempt.reported else "no epoch"
-        lines.append(f"  attempt {number}   start {attempt.start}   {origin:<22}   {done}   {attempt.end}")
-    lines += ["", "Accuracy", ""]
-    for earlier, later in zip(show.attempts, show.attempts[1:], strict=False):
+        done = f"epochs {attempt.reported[0]} to {attempt.reported[-1]}" if attempt.reported else "no epoch"
+        yield f"attempt {number}   start {attempt.start}   {origin:<22}   {done:<13}   {attempt.end}"
+
+
+def _accuracies(show: Show) -> Iterator[str]:
+    for earlier, later, death in zip(show.attempts, show.attempts[1:], ("the worker's", "the driver's"), strict=False):
         if earlier.accuracies and later.accuracies:
-            lines.append(
-                f"  {earlier.accuracies[-1]:.3f} before {earlier.end}, {later.accuracies[0]:.3f} one epoch after"
-            )
-    lines.append(f"  {show.finished.get('accuracy', 0.0):.3f} at the end, on images the net has not learned from")
-    lines += ["", f"Checkpoints, in {show.results / NAME}", ""]
-    for name, epoch, accuracy, size_bytes, damage in rows:
-        best = "   the best" if name == show.finished.get("best") else ""
-        state = "DAMAGED: " + "; ".join(damage) if damage else "verified"
-        lines.append(f"  {name}   epoch {epoch}   accuracy {accuracy:.3f}   {size_bytes / 1000:.0f} KB   {state}{best}")
-    lines += ["", "Promised, and held" if all(ok for ok, _ in held) else "Promised; NOT all of it held", ""]
-    lines += [f"  {'yes' if ok else 'NO '}   {sentence}" for ok, sentence in held]
-    at_work = [str(attempt.newest_reported + 1) for attempt in show.attempts[1:]]
-    best = show.results / NAME / str(show.finished.get("best"))
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"Lost: nothing that was reported. Done again: epochs {' and '.join(at_work)}, which were under way at the kills.",
-            "",
-            "Look at it:",
-            f"  ls -A {best}",
-            f"  {sys.executable} -c \"import torch; print(torch.load('{best}/model.pt').keys())\"",
-            f"  what the script printed: {show.log}",
-        ]
-    )
+            yield f"{earlier.accuracies[-1]:.3f} before {death} death, {later.accuracies[0]:.3f} an epoch after it"
+    yield f"{show.finished['accuracy']:.3f} at the end; always on images the net has not learned from"
+
+
+def _checkpoint(checkpoint: Kept, best: str) -> str:
+    state = "DAMAGED: " + "; ".join(checkpoint.damage) if checkpoint.damage else "verified"
+    size = f"{checkpoint.size_bytes / 1000:.0f} KB"
+    mark = "   the best" if checkpoint.name == best else ""
+    return f"{checkpoint.name}   epoch {checkpoint.epoch}   accuracy {checkpoint.accuracy:.3f}   {size}   {state}{mark}"
+
+
+def _lost(resumed: list[Attempt]) -> str:
+    begun = " and ".join(str(attempt.epoch) for attempt in resumed)
+    return f"nothing that was committed; epochs {begun} were under way at a kill and were done again"
 
 
 def main() -> int:
@@ -253,9 +265,9 @@ def main() -> int:
         print(f"\nThe demo failed: {error}\n\nThe last the script printed ({show.log}):\n", flush=True)
         print("\n".join(show.log.read_text(errors="replace").splitlines()[-40:]))
         return 1
-    rows = checkpoints_of(CheckpointStore(LocalStorage(results / NAME)))
-    held = promises(show, rows)
-    print(summary(show, rows, held))
+    checkpoints = list(kept(CheckpointStore(LocalStorage(results / NAME))))
+    held = promises(show, checkpoints)
+    print(summary(show, checkpoints, held))
     return 0 if all(ok for ok, _ in held) else 1
 
 

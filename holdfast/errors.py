@@ -1,21 +1,21 @@
 """Every exception a user may catch.
 
-    HoldfastError
-    ├── ConfigError             what was asked for cannot be; nothing was written       (also a ValueError)
-    ├── OutsideRunError         a session call where no run is                          (also a RuntimeError)
-    ├── ExperimentError         the experiment under this name is not the one asked for
-    │   ├── DriverAlive         another driver of this experiment runs on this machine
-    │   └── OwnershipLost       another driver has taken this experiment over
-    ├── StorageError            bytes could not be written or read; `transient` says whether to try again
-    │   ├── NotFound            there is nothing under that name
-    │   └── AlreadyExists       there is something under that name
-    ├── JournalDamaged          a record before the end of a journal is not what was written
-    ├── CheckpointError         about one checkpoint
-    │   ├── CheckpointDamaged   its bytes are not those of its manifest
-    │   ├── CheckpointForgotten it was let go by the retention policy while it was looked for
-    │   └── CheckpointFailed    it could not be made: the next `report` or the end of the run says so
-    ├── EngineError             processes could not be started
-    └── TrainingFailedError     a run ended without finishing; carries `result` and `failures`
+HoldfastError
+├── ConfigError             what was asked for cannot be; nothing was written       (also a ValueError)
+├── OutsideRunError         a session call where no run is                          (also a RuntimeError)
+├── ExperimentError         the experiment under this name is not the one asked for
+│   ├── DriverAlive         another driver of this experiment runs on this machine
+│   └── OwnershipLost       another driver has taken this experiment over
+├── StorageError            bytes could not be written or read; `transient` says whether to try again
+│   ├── NotFound            there is nothing under that name
+│   └── AlreadyExists       there is something under that name
+├── JournalDamaged          a record before the end of a journal is not what was written
+├── CheckpointError         about one checkpoint
+│   ├── CheckpointDamaged   its bytes are not those of its manifest
+│   ├── CheckpointForgotten it was let go by the retention policy while it was looked for
+│   └── CheckpointFailed    it could not be made: the next `report` or the end of the run says so
+├── EngineError             processes could not be started
+└── TrainingFailedError     a run ended without finishing; carries `result` and `failures`
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Frozen records of what happened in a run, and the protocol of those who read them.
 
 >>> Reported(attempt=0, iteration=7, metrics={"loss": 0.5}, time=1700000000.0)
-Reported(time=1700000000.0, attempt=0, iteration=7, metrics={'loss': 0.5})
+Reported(attempt=0, iteration=7, metrics={'loss': 0.5}, time=1700000000.0)
 """
 
 from __future__ import annotations

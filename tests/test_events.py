@@ -45,7 +45,7 @@ def deliver_all(observers: Sequence[Observer], events: Iterable[Event]) -> None:
 
 
 def test_an_event_is_frozen_and_has_a_time() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         EVENT.time = 2.0  # type: ignore[misc]
     assert Waiting("space", time=3.0) == Waiting(what="space", time=3.0)
     assert Reported(0, 7, {"loss": 1}, time=3.0).iteration == 7

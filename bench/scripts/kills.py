@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import torch
-from holdfast.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
-from holdfast.train.torch import TorchTrainer
 
 from bench import limits
 from bench.marks import CONFIG, mark
 from holdfast import train
+from holdfast.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+from holdfast.train.torch import TorchTrainer
 
 
 def train_func(config):
@@ -25,7 +25,7 @@ def train_func(config):
     mark("stepped", rank=rank, resumed=checkpoint is not None)
     if checkpoint and rank == 0:
         with checkpoint.as_directory() as directory:
-            mark("read", seconds=limits.timed(lambda: limits.read(Path(directory) / "state.pt")))
+            mark("read", seconds=limits.read_s(Path(directory) / "state.pt"))
     time.sleep(config["settle_s"] + random.random() * config["settle_s"])
     if kills_before < config["kills"]:
         die_or_wait(config, rank)
@@ -51,6 +51,11 @@ def save(config, rank):
     train.report({"step": 0}, checkpoint=checkpoint)
     # A second report returns only when the first is known to the driver, in systems where a report is fetched.
     train.report({"step": 1})
+    saved = Path(config["directory"]) / "saved"
+    if rank == 0:
+        saved.touch()
+    while not saved.exists():
+        time.sleep(0.01)
     return state
 
 

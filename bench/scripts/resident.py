@@ -6,11 +6,11 @@ import time
 
 import numpy as np
 import torch
-from holdfast.train import Checkpoint, RunConfig, ScalingConfig
-from holdfast.train.torch import TorchTrainer
 
 from bench.marks import CONFIG, mark
 from holdfast import train
+from holdfast.train import Checkpoint, RunConfig, ScalingConfig
+from holdfast.train.torch import TorchTrainer
 
 
 def train_func(config):

@@ -3,16 +3,16 @@
 import os
 import tempfile
 
-import holdfast.train.torch
 import numpy as np
 import torch
 import torch.nn as nn
-from holdfast.train import Checkpoint, RunConfig, ScalingConfig
-from holdfast.train.torch import TorchTrainer
 from torch.optim import Adam
 
+import holdfast.train.torch
 from bench.marks import CONFIG, mark
 from holdfast import train
+from holdfast.train import Checkpoint, RunConfig, ScalingConfig
+from holdfast.train.torch import TorchTrainer
 
 
 def train_func(config):

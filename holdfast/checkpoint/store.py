@@ -270,10 +270,11 @@ class _Directories:
             for attempt in _folders_in(epoch):
                 if f"{epoch.name}/{attempt.name}" not in kept:
                     shutil.rmtree(attempt, ignore_errors=True)
-            with suppress(OSError):
-                epoch.rmdir()
-        with suppress(OSError):
-            staging.rmdir()
+            # Never a folder of a live attempt, were it empty: its workers are about to stage there.
+            if not any(name.startswith(f"{epoch.name}/") for name in kept):
+                shutil.rmtree(epoch, ignore_errors=True)
+        if not kept:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _folders_in(folder: Path) -> list[Path]:

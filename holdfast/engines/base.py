@@ -33,7 +33,7 @@ class ProcessSpec:
         env: environment variables over those of the driver.
         cpus: cores it counts for; `OMP_NUM_THREADS` follows.
         gpus: GPUs it gets (`CUDA_VISIBLE_DEVICES`).
-        stdout: the file its standard output is appended to; None: the driver's own.
+        stdout: the file its standard output is appended to; None: the driver's own, and nowhere for a service.
         stderr: as `stdout`.
     """
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import struct
@@ -18,6 +19,8 @@ from holdfast.engines.base import Channel, ChannelClosed
 _SIZE = struct.Struct("<I")
 _BUFFER_BYTES = 4 << 20  # what the kernel grants is less, unless its wmem_max was raised
 _CHUNK_BYTES = 1 << 16
+_SLICE_S = 0.25
+_ATOMIC_BYTES = 1 << 14
 _LARGEST_BYTES = (1 << 32) - 1
 
 
@@ -100,33 +103,60 @@ class Frames:
 
 
 class Connection:
-    """A process's own end. Any thread may send; one thread at a time may receive."""
+    """A process's own end. Any thread may send, also a signal handler; one thread at a time may receive."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         self._socket = sock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._inside_message = False
+        self._postponed: deque[bytes] = deque()
         self._frames = Frames()
         self._arrived: deque[bytes] = deque()
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
+        self._writable = select.poll()
+        self._writable.register(sock, select.POLLOUT)
 
     def send(self, data: bytes) -> None:
-        buffers = frame(data)
         with self._lock:
+            if self._inside_message:  # a signal handler, called while this thread sends
+                self._postponed.append(data)
+                return
             try:
-                for buffer in buffers:
-                    self._socket.sendall(buffer)
+                if len(data) < _ATOMIC_BYTES:
+                    self._send_at_once(_SIZE.pack(len(data)) + data)
+                else:
+                    self._send_in_parts(frame(data))
             except OSError as error:
                 raise ChannelClosed("the driver is gone") from error
-            except BaseException:
-                self.close()  # a signal handler raised between two parts of a message: what follows could not be read
-                raise
+
+    def _send_at_once(self, buffer: bytes) -> None:
+        """The system takes all of a small message or nothing: no signal handler can come between its bytes."""
+        while True:
+            try:
+                self._socket.send(buffer, socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                self._writable.poll(_SLICE_S * 1000)
+
+    def _send_in_parts(self, buffers: list[bytes]) -> None:
+        self._inside_message = True
+        try:
+            for buffer in buffers:
+                self._socket.sendall(buffer)
+        except BaseException:
+            self.close()  # a signal handler may have raised inside the message: what follows it could not be read
+            raise
+        finally:
+            self._inside_message = False
+        while self._postponed:
+            self.send(self._postponed.popleft())
 
     def receive(self, timeout_s: float | None = None) -> bytes | None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self._arrived:
-            if deadline is not None and not self._wait_readable(deadline):
+            if not self._wait_readable(deadline):
                 return None
             try:
                 self._arrived.extend(self._frames.read(self._socket))
@@ -135,12 +165,23 @@ class Connection:
         return self._arrived.popleft()
 
     def _wait_readable(self, deadline: float) -> bool:
-        return bool(self._readable.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            # in slices: Python runs no handler for a signal that came just before a call that blocks
+            if self._readable.poll(min(left_s, _SLICE_S) * 1000):
+                return True
+            if left_s <= _SLICE_S:
+                return False
 
     def close(self) -> None:
         """Ends the connection; a thread that is blocked in it gets `ChannelClosed`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Ends it and gives its descriptor back; for an owner that outlives it."""
+        self.close()
+        self._socket.close()
 
 
 class Peer:

@@ -40,12 +40,18 @@ class Surroundings:
         return cls(**{key: _each(_from_json, value) for key, value in plain.decode(data).items()})
 
     @classmethod
-    def of(cls, spec: ProcessSpec, assigned: Mapping[str, str]) -> Surroundings:
-        """Returns those of this process, changed as `spec` says; `assigned` yields to what the user has set."""
+    def of(cls, spec: ProcessSpec, defaults: Mapping[str, str], assigned: Mapping[str, str]) -> Surroundings:
+        """Returns those of this process, changed as `spec` says.
+
+        Args:
+            spec: what is to be started; its variables win over all others.
+            defaults: variables that the environment of this process wins over.
+            assigned: variables that win over the environment of this process.
+        """
         return cls(
             entry=spec.entry,
             name=spec.name,
-            env={**assigned, **os.environ, **spec.env},
+            env={**defaults, **os.environ, **assigned, **spec.env},
             cwd=os.getcwd(),
             path=list(sys.path),
             argv=list(sys.argv),
@@ -113,14 +119,15 @@ def call(entry: str, channel: Channel, payload: bytes) -> int:
     try:
         find(entry)(channel, payload)
     except SystemExit as end:
-        return _status_of(end)
+        return status_of(end)
     except BaseException:
         traceback.print_exc()
         return 1
     return 0
 
 
-def _status_of(end: SystemExit) -> int:
+def status_of(end: SystemExit) -> int:
+    """Returns the exit status that `SystemExit` asks for; prints its message, if it is one."""
     if end.code is None or isinstance(end.code, int):
         return (end.code or 0) & 0xFF
     print(end.code, file=sys.stderr)

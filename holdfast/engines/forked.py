@@ -11,6 +11,8 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Mapping
+from typing import Any
 
 from holdfast.engines import entry
 from holdfast.engines.connection import Connection
@@ -21,11 +23,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def become_worker(sock: socket.socket, parent_pid: int) -> None:
-    """Runs the entry that comes over `sock`, and ends this process."""
+def become_worker(sock: socket.socket, parent_pid: int, handlers: Mapping[int, Any]) -> None:
+    """Runs the entry that comes over `sock`, and ends this process; `handlers` are those the parent has changed."""
     status = 1
     try:
-        _leave_parent(parent_pid)
+        _leave_parent(parent_pid, handlers)
         status = _run(Connection(sock))
     except BaseException:
         traceback.print_exc()
@@ -38,15 +40,14 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _leave_parent(parent_pid: int) -> None:
+def _leave_parent(parent_pid: int, handlers: Mapping[int, Any]) -> None:
     os.setpgid(0, 0)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # it died before the line above
         os._exit(1)
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, handler in {**handlers, signal.SIGCHLD: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL}.items():
+        signal.signal(number, handler)
     gc.enable()
 
 

@@ -56,6 +56,7 @@ class LocalEngine:
         self._workers: dict[str, _Worker] = {}
         self._services: dict[str, _Service] = {}
         self._forked: dict[str, int | str] = {}  # the parent's answers: a pid, or why there is none
+        self._early: list[dict[str, Any]] = []  # notices of ranks whose gang is not whole yet
         self._closed = False
 
     @classmethod
@@ -104,6 +105,10 @@ class LocalEngine:
         for (process, peer), share in zip(forked, shares, strict=True):
             self._workers[process.id] = _Worker(process, share)
             self._switchboard.connect(process, peer)
+        for notice in self._early:
+            if notice.get("exit", notice.get("gone")) in self._workers:
+                self._take_notice(notice)
+        self._early.clear()
         return [process for process, _ in forked]
 
     def _request_forks(self, ranks: Sequence[ProcessSpec], shares: Sequence[Share]) -> list[tuple[Process, Peer]]:
@@ -111,7 +116,10 @@ class LocalEngine:
         try:
             for rank, share in zip(ranks, shares, strict=True):
                 id = f"rank-{next(_numbers)}"
-                peers[id] = self._request_fork(rank, share, id)
+                mine, its_end = pair()
+                peers[id] = Peer(mine)
+                with its_end:
+                    self._request_fork(rank, share, id, its_end, peers[id])
             pids = self._await_forks(list(peers))
         except BaseException:
             self._abandon(peers)
@@ -128,15 +136,12 @@ class LocalEngine:
                 if self._parent is not None:
                     self._tell_parent({"signal": id, "number": int(signal.SIGKILL)})
 
-    def _request_fork(self, spec: ProcessSpec, share: Share, id: str) -> Peer:
-        surroundings = Surroundings.of(spec, _assigned(spec, share, self._node))
-        mine, its_end = pair()
-        peer = Peer(mine)
-        with its_end:
-            self._tell_parent({"fork": id}, its_end)
-        peer.send(surroundings.encode())
+    def _request_fork(self, spec: ProcessSpec, share: Share, id: str, its_end: socket.socket, peer: Peer) -> None:
+        threads = {"OMP_NUM_THREADS": str(max(1, int(spec.cpus)))}
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(share.gpus)} if self._node.gpus else {}
+        self._tell_parent({"fork": id}, its_end)
+        peer.send(Surroundings.of(spec, defaults=threads, assigned=gpus).encode())
         peer.send(spec.payload)
-        return peer
 
     def _await_forks(self, ids: Sequence[str]) -> dict[str, int]:
         deadline = time.monotonic() + _FORK_TIMEOUT_S
@@ -183,10 +188,12 @@ class LocalEngine:
             self._forked[notice["forked"]] = notice["pid"]
         elif "failed" in notice:
             self._forked[notice["failed"]] = notice["error"]
-        elif "exit" in notice and notice["exit"] in self._workers:
+        elif notice.get("exit", notice.get("gone")) not in self._workers:
+            self._early.append(notice)  # its gang is still being started; or was given up
+        elif "exit" in notice:
             self._worker_exited(self._workers[notice["exit"]], notice["status"])
-        elif "gone" in notice:
-            self._workers.pop(notice["gone"], None)
+        else:
+            del self._workers[notice["gone"]]
 
     def _worker_exited(self, worker: _Worker, status: int) -> None:
         worker.exited = True
@@ -219,7 +226,7 @@ class LocalEngine:
         service = _Service(process, popen, os.pidfd_open(popen.pid))
         self._services[process.id] = service
         peer = Peer(mine)
-        peer.send(Surroundings.of(spec, {}).encode())
+        peer.send(Surroundings.of(spec, {}, {}).encode())
         peer.send(spec.payload)
         self._switchboard.connect(process, peer)
         self._switchboard.watch(service.pidfd, partial(self._service_exited, service))
@@ -299,12 +306,6 @@ class LocalEngine:
             _left_services.append(service.popen)
         self._services.clear()
         self._switchboard.close()
-
-
-def _assigned(spec: ProcessSpec, share: Share, node: Node) -> dict[str, str]:
-    """What the process gets unless the user says otherwise."""
-    threads = {"OMP_NUM_THREADS": str(max(1, int(spec.cpus)))}
-    return threads | ({"CUDA_VISIBLE_DEVICES": ",".join(share.gpus)} if node.gpus else {})
 
 
 def _kill_group(pid: int, number: signal.Signals = signal.SIGKILL) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 
 from holdfast import plain
 from holdfast.engines import interpreter
@@ -34,6 +36,8 @@ HEAVY = (
     "cloudpickle",
     "xxhash",
 )
+# What these import on first use, in each worker anew: the first optimizer of torch imports this for almost a second.
+LATER = {"torch": ("torch._dynamo",)}
 _END_TIMEOUT_S = 5.0
 
 
@@ -56,12 +60,16 @@ class _Parent:
         new = [name for name in modules if name not in self._modules]
         self._modules += new
         if new:
-            self._tell({"import": new})
+            self._tell({"import": new, "later": [later for name in new for later in LATER.get(name, ())]})
 
     def open(self) -> socket.socket:
         mine, its_end = pair()
         with its_end:
-            self._tell({"engine": True}, its_end)
+            try:
+                self._tell({"engine": True}, its_end)
+            except EngineError:
+                mine.close()
+                raise
         return mine
 
     def _tell(self, request: plain.Plain, *sockets: socket.socket) -> None:
@@ -77,11 +85,16 @@ class _Parent:
             return "closed its connection, but lives"
         return f"ended with status {status}, with these modules to import: {', '.join(self._modules) or 'none'}"
 
-    def end(self) -> None:
+    def close(self) -> None:
+        """Closes this end: the parent ends when all of them are closed."""
         self._socket.close()
+
+    def end(self) -> None:
+        self.close()
+        self._process.send_signal(signal.SIGALRM)  # or it would end its import first
         try:
             self._process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # in the middle of an import
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
@@ -99,13 +112,19 @@ class _Nursery:
         with self._lock:
             self._modules += [name for name in modules if name not in self._modules]
             self._threads = threads
-            self._living().load(self._modules)
+            with suppress(EngineError):  # it has just died; the next gang starts another
+                self._living().load(self._modules)
 
     def open(self) -> socket.socket:
         with self._lock:
-            parent = self._living()
-            parent.load(self._modules)
-            return parent.open()
+            try:
+                return self._opened(self._living())
+            except EngineError:  # it died after `_living` had looked
+                return self._opened(self._new())
+
+    def _opened(self, parent: _Parent) -> socket.socket:
+        parent.load(self._modules)
+        return parent.open()
 
     def fate(self) -> str:
         with self._lock:
@@ -114,8 +133,14 @@ class _Nursery:
     def _living(self) -> _Parent:
         known = self._parent
         if known is None or known.owner_pid != os.getpid() or not known.alive:
-            self._parent = known = _Parent(self._threads)
+            return self._new()
         return known
+
+    def _new(self) -> _Parent:
+        if self._parent is not None:
+            self._parent.close()
+        self._parent = _Parent(self._threads)
+        return self._parent
 
     def end(self) -> None:
         if self._parent is not None and self._parent.owner_pid == os.getpid():
@@ -129,12 +154,17 @@ atexit.register(_nursery.end)
 
 def prepare(modules: Iterable[str], threads: int = 1) -> None:
     """Starts the warm parent in the background, and makes it import those of `modules` that are worth it."""
-    given = set(modules)
-    _nursery.prepare([name for name in HEAVY if name in given] + _own(given), threads)
+    given = list(modules)
+    packages = [name for name in HEAVY if name in set(given)]
+    _nursery.prepare(packages + list(filter(_is_part, given)), threads)
 
 
-def _own(given: Iterable[str]) -> list[str]:
-    return sorted(name for name in given if name.startswith("holdfast.run.") or name.startswith("holdfast.train."))
+def _is_part(name: str) -> bool:
+    """Whether it is a public part of a heavy package, as `sklearn.datasets`, or of this one."""
+    package, _, part = name.partition(".")
+    if package == "holdfast":
+        return bool(part)
+    return package in HEAVY and bool(part) and "." not in part and not part.startswith("_")
 
 
 def connect() -> socket.socket:
@@ -152,8 +182,3 @@ def connect() -> socket.socket:
 def fate() -> str:
     """Says what became of the warm parent, for a message."""
     return _nursery.fate()
-
-
-def known_heavy() -> Sequence[str]:
-    """Returns the modules that a warm parent imports if the script has imported them."""
-    return HEAVY

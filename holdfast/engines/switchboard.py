@@ -72,6 +72,11 @@ class Switchboard:
         if line is not None and not line.peer.ended:
             line.peer.socket.shutdown(socket.SHUT_RDWR)
 
+    def silence_all(self) -> None:
+        """As `silence`, for every process; when no other call will come."""
+        for line in list(self._lines.values()):
+            self.silence(line.process)
+
     def connected(self, process: Process) -> bool:
         """Whether the exit of the process has not been seen yet."""
         return process.id in self._lines
@@ -88,7 +93,7 @@ class Switchboard:
         self._arrived.clear()
         return arrived
 
-    def turn(self, timeout_s: float) -> None:
+    def turn(self, timeout_s: float | None) -> None:
         """Waits for something to happen and takes it in, for `poll` to return."""
         ready, self._ready = self._ready or self._selector.select(timeout_s), []
         for key, events in ready:

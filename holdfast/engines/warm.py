@@ -4,12 +4,13 @@ The driver's first connection says what to import, and hands over a connection f
 takes requests to fork and to signal, and tells of deaths. When a connection ends, so do the workers started over it;
 when the first one ends or the driver dies, so does this process.
 
-    driver -> parent        {"import": [names]}   {"engine": true} + socket
+    driver -> parent        {"import": [names], "later": [names]}   {"engine": true} + socket
     engine -> parent        {"fork": id} + socket   {"signal": id, "number": 15}
     parent -> engine        {"forked": id, "pid": pid}   {"failed": id, "error": text}
                             {"exit": id, "status": status}   {"gone": id}
 
-`exit` tells that a worker is dead, `gone` that all it had started is too.
+`exit` tells that a worker is dead, `gone` that all it had started is too. What is to be imported later is what workers
+of a second gang would miss; it is imported once the first gang has been forked and nothing happens.
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ import socket
 from collections import deque
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 from holdfast import plain
 from holdfast.engines import forked
 from holdfast.engines.connection import Frames, Peer
 
 _SOCKETS_AT_ONCE = 64
+_IDLE_S = 1.0
+# Sent to every process of a job when it is to end: the driver decides what that means for the workers.
+_NOTICES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+END = signal.SIGALRM
 
 
 @dataclass
@@ -75,12 +81,16 @@ class WarmParent:
     """Serves one driver until it is gone."""
 
     def __init__(self, sock: socket.socket, driver_pid: int) -> None:
+        self._pid = os.getpid()
         self._driver = _Client(Peer(sock))
         self._clients: dict[int, _Client] = {}
         self._workers: dict[int, _Worker] = {}
         self._leaving: dict[int, _Worker] = {}
         self._selector = selectors.DefaultSelector()
         self._open: list[socket.socket] = []
+        self._later: list[str] = []
+        self._forked_any = False
+        self._importing = False
         self._watch_driver(driver_pid)
         self._watch_children()
         self._selector.register(sock, selectors.EVENT_READ, self._driver)
@@ -98,14 +108,18 @@ class WarmParent:
         self._open = [self._death, bell]
         for end in self._open:
             end.setblocking(False)
-        signal.signal(signal.SIGCHLD, _nothing)
+        signal.signal(signal.SIGCHLD, self._child_died)
+        signal.signal(END, self._told_to_end)
         signal.set_wakeup_fd(bell.fileno(), warn_on_full_buffer=False)
         self._selector.register(self._death, selectors.EVENT_READ, self._death)
 
     def serve(self) -> socket.socket:
         """Returns in a forked worker only, with the worker's socket."""
         while True:
-            for key, events in self._selector.select():
+            ready = self._selector.select(_IDLE_S if self._later and self._forked_any else None)
+            if not ready:
+                self._import([self._later.pop(0)])
+            for key, events in ready:
                 if key.data is None:
                     self._end()
                 elif key.data is self._death:
@@ -143,6 +157,7 @@ class WarmParent:
     def _obey(self, client: _Client, request: plain.Plain) -> socket.socket | None:
         if "import" in request:
             self._import(request["import"])
+            self._later += request["later"]
         elif "engine" in request:
             self._add_engine(client.socket())
         elif "fork" in request:
@@ -153,13 +168,25 @@ class WarmParent:
 
     def _import(self, names: list[str]) -> None:
         gc.disable()
+        self._importing = True
         for name in names:
-            try:
+            # a worker that needs it gets the exception, where it can be shown
+            with contextlib.suppress(BaseException):
                 importlib.import_module(name)
-            except BaseException:
-                continue  # a worker that needs it gets the exception where it can be shown
-            self._bury_dead()  # another import may take a second
+        self._importing = False
+        self._bury_dead()
         gc.freeze()  # what is not looked at by the collector stays shared with the workers
+
+    def _child_died(self, number: int, frame: FrameType | None) -> None:
+        """An import may take a second; else the bell is enough."""
+        if self._importing:
+            self._importing = False  # for a signal that comes during this one
+            self._bury_dead()
+            self._importing = True
+
+    def _told_to_end(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            self._end()
 
     def _add_engine(self, sock: socket.socket) -> None:
         engine = _Client(Peer(sock))
@@ -179,6 +206,7 @@ class WarmParent:
         sock.close()
         _set_group(pid)
         self._workers[pid] = _Worker(id, engine)
+        self._forked_any = True
         self._tell(engine, forked=id, pid=pid)
         return None
 
@@ -242,10 +270,6 @@ class WarmParent:
             os.close(self._driver_fd)
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """A handler: with the default one SIGCHLD would not ring the bell."""
-
-
 def _set_group(pid: int) -> None:
     with contextlib.suppress(OSError):  # it is dead
         os.setpgid(pid, pid)
@@ -264,5 +288,6 @@ def main(descriptor: int, driver_pid: int) -> None:
     """The entry of the interpreter that becomes the warm parent."""
     forked.adopt_orphans()
     parent_pid = os.getpid()
+    handlers: dict[int, Any] = {number: signal.signal(number, signal.SIG_IGN) for number in _NOTICES}
     worker = WarmParent(socket.socket(fileno=descriptor), driver_pid).serve()
-    forked.become_worker(worker, parent_pid)
+    forked.become_worker(worker, parent_pid, {**handlers, END: signal.SIG_DFL})

@@ -44,7 +44,7 @@ class ScalingConfig:
     """How many workers a run has and what each may use.
 
     Args:
-        num_workers: ranked processes; 0: none, the training function runs in this process, under a debugger if you like.
+        num_workers: ranked processes; 0: none, the training function runs in this process, where a debugger works.
         use_gpu: each worker gets a GPU, unless `resources_per_worker` says how many.
         resources_per_worker: for example `{"CPU": 2, "GPU": 0.5}`; one CPU each by default.
 
@@ -65,7 +65,7 @@ class ScalingConfig:
         gpus = (self.resources_per_worker or {}).get("GPU")
         _require(
             not (self.use_gpu and gpus == 0) and not (not self.use_gpu and gpus),
-            f"use_gpu={self.use_gpu} and resources_per_worker={dict(self.resources_per_worker or {})} contradict each other",
+            f"use_gpu={self.use_gpu} and resources_per_worker={self.resources_per_worker} contradict each other",
         )
 
     @property
@@ -101,7 +101,9 @@ class FailureConfig:
             f"max_failures is {self.max_failures!r}; it must be a whole number, 0 or more, or -1 for any number",
         )
         _require_choice(self.on_storage_error, OnStorageError, "on_storage_error")
-        _require(_is_seconds(self.storage_deadline_s), f"storage_deadline_s is {self.storage_deadline_s!r}; it must be > 0")
+        _require(
+            _is_seconds(self.storage_deadline_s), f"storage_deadline_s is {self.storage_deadline_s!r}; it must be > 0"
+        )
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,9 @@ class RunConfig:
         for value, kind in ((self.failure_config, FailureConfig), (self.checkpoint_config, CheckpointConfig)):
             _require(isinstance(value, kind), f"{value!r} is given where a {kind.__name__} belongs")
         for key, text in self.worker_env.items():
-            _require(isinstance(key, str) and isinstance(text, str), f"worker_env[{key!r}] is {text!r}; it must be a string")
+            _require(
+                isinstance(key, str) and isinstance(text, str), f"worker_env[{key!r}] is {text!r}; it must be a string"
+            )
         _require(_is_count(self.verbose, 0) and self.verbose <= 2, f"verbose is {self.verbose!r}; it must be 0, 1 or 2")
         _require_choice(self.resume, Resume, "resume")
         _require(

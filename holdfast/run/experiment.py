@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,13 @@ def find(config: RunConfig, kind: str, function_name: str) -> Experiment:
 
 def begin(experiment: Experiment, kind: str, function_name: str) -> None:
     """Writes down what an experiment is, if nobody has."""
-    about = {"version": VERSION, "kind": kind, "name": experiment.name, "function": function_name, "created": time.time()}
+    about = {
+        "version": VERSION,
+        "kind": kind,
+        "name": experiment.name,
+        "function": function_name,
+        "created": time.time(),
+    }
     try:
         experiment.storage.put(FILE, encode(about) + b"\n", if_absent=True)
     except AlreadyExists:
@@ -83,7 +90,9 @@ def _read(storage: LocalStorage) -> Plain:
     except NotFound:
         return None
     except ValueError as error:
-        raise ExperimentError(f"{storage.root / FILE} is damaged ({error}): restore it from a copy, or move it away") from error
+        raise ExperimentError(
+            f"{storage.root / FILE} is damaged ({error}): restore it from a copy, or move it away"
+        ) from error
     version = about.get("version") if isinstance(about, dict) else None
     if version != VERSION:
         raise ExperimentError(f"{storage.root / FILE} has format {version}; this holdfast reads format {VERSION}")
@@ -94,8 +103,12 @@ def _require_writable(root: Path) -> None:
     nearest = next(folder for folder in (root, *root.parents) if folder.exists())
     if not nearest.is_dir():
         raise ConfigError(f"storage_path {root} cannot be a folder: {nearest} is a file")
-    if not os.access(nearest, os.W_OK | os.X_OK) or os.statvfs(nearest).f_flag & os.ST_RDONLY:
-        raise ConfigError(f"storage_path {root} cannot be written: {nearest} is not writable for this user")
+    try:
+        # A file without a name: `os.access` says yes to root on a file system that takes no files.
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise ConfigError(f"storage_path {root} cannot be written: {nearest}: {error.strerror}") from error
 
 
 def _require_resumable(storage: LocalStorage, there: Plain, resume: Resume) -> None:
@@ -103,7 +116,7 @@ def _require_resumable(storage: LocalStorage, there: Plain, resume: Resume) -> N
         raise ExperimentError(f"resume='must', but there is no experiment at {storage.root}")
     if there is not None and resume == "never":
         raise ExperimentError(
-            f"resume='never', but there is an experiment at {storage.root}: choose another name, or resume='auto' to go on"
+            f"resume='never', but there is an experiment at {storage.root}: choose another name, or go on with 'auto'"
         )
     if there is None and storage.root.exists() and not _only_a_beginning(storage.root):
         raise ExperimentError(f"{storage.root} holds something that is no experiment: choose another name, or move it")
@@ -118,5 +131,5 @@ def _require_same(storage: LocalStorage, there: Plain, kind: str, function_name:
     for what, asked in (("kind", kind), ("function", function_name)):
         if there[what] != asked:
             raise ExperimentError(
-                f"the experiment at {storage.root} has {what} {there[what]!r}, not {asked!r}: choose another name for this one"
+                f"the experiment at {storage.root} has {what} {there[what]!r}, not {asked!r}: choose another name"
             )

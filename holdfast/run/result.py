@@ -39,7 +39,7 @@ class Result:
 
     @property
     def metrics_dataframe(self) -> pandas.DataFrame:
-        """All reports of rank 0 as a table, one row for each step that counts: what a later attempt did again is there once.
+        """All reports of rank 0 as a table, one row for each step: what a later attempt did again is there once.
 
         Raises:
             ImportError: pandas is not installed.

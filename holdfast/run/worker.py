@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -75,7 +76,7 @@ def _adopt_main(train_loop: object) -> None:
     inner = inspect.unwrap(train_loop) if callable(train_loop) else train_loop
     while isinstance(inner, functools.partial):
         inner = inner.func
-    for holder in (inner, getattr(type(inner), "__call__", None)):
+    for holder in (inner, vars(type(inner)).get("__call__")):
         found = getattr(holder, "__globals__", {})
         if found.get("__name__") == "__main__":
             main_names = vars(sys.modules["__main__"])
@@ -93,8 +94,9 @@ def _plain_or_none(value: object) -> Plain:
 
 def _tell_raised(session: Session, error: BaseException) -> None:
     text = users_traceback(error)
-    print(text, file=sys.stderr, flush=True)
-    session.send({"t": "raised", "traceback": text})
+    session.send({"t": "raised", "traceback": text})  # before the log, whose disk may be full
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def users_traceback(error: BaseException) -> str:

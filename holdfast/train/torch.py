@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from holdfast.errors import ConfigError
 from holdfast.run.session import TrainContext, current, get_context
@@ -39,7 +47,7 @@ class _InProcessGroup:
     def __init__(self, train_loop: Callable[..., object]) -> None:
         self.__wrapped__ = train_loop  # the name by which `inspect` looks through wrappers
 
-    def __call__(self, config: Mapping[str, Any]) -> object:
+    def __call__(self, config: Mapping[str, Any] | None = None) -> object:
         with _process_group(get_context()):
             return call_with(self.__wrapped__, config)
 
@@ -54,23 +62,27 @@ def _process_group(context: TrainContext) -> Iterator[None]:
         store = _rendezvous(context)
         if world_size == 1 or context.local_world_size == world_size:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name may not resolve
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world_size
+        )
+        dist.barrier()  # else a rank that ends at once takes its connections away while others still make theirs
         yield
         # Not after an exception: other ranks may be in a collective call that then never ends.
         dist.destroy_process_group()
 
 
 def _rendezvous(context: TrainContext) -> dist.Store:
-    """Rank 0 takes a free port and tells the others; a port that the driver had chosen could be taken meanwhile."""
+    """The store in which ranks find each other: a file of the attempt, since a server would end with its rank."""
     session = current("TorchTrainer")
-    if context.world_rank == 0:
-        store = dist.TCPStore(_HOST, 0, context.world_size, is_master=True, wait_for_workers=False)
-        session.broadcast("torch_port", store.port)
-    else:
-        port = int(session.broadcast("torch_port"))
-        store = dist.TCPStore(_HOST, port, context.world_size, is_master=False, wait_for_workers=False)
-    os.environ["MASTER_PORT"] = str(store.port)
-    return store
+    port = session.broadcast("torch_port", _free_port() if context.world_rank == 0 else None)
+    os.environ["MASTER_PORT"] = str(port)  # for libraries that make groups of their own
+    return dist.FileStore(str(session.scratch / "process_group"), context.world_size)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -128,7 +140,9 @@ def prepare_model(
     if parallel_strategy is None or get_context().world_size == 1:
         return model
     devices = [get_device()] if torch.cuda.is_available() and move_to_device else None
-    return torch.nn.parallel.DistributedDataParallel(model, **{"device_ids": devices, **(parallel_strategy_kwargs or {})})
+    return torch.nn.parallel.DistributedDataParallel(
+        model, **{"device_ids": devices, **(parallel_strategy_kwargs or {})}
+    )
 
 
 def prepare_data_loader(
@@ -158,7 +172,7 @@ def _distributed(loader: DataLoader[Any]) -> DataLoader[Any]:
     if isinstance(loader.sampler, DistributedSampler):
         return loader
     plain_batches = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
-    if type(loader.sampler) not in (SequentialSampler, RandomSampler) or not plain_batches:
+    if not (_is_plain(loader.sampler) and plain_batches):
         own = loader.sampler if plain_batches else loader.batch_sampler
         raise ConfigError(
             f"the data loader has a {type(own).__name__}, whose order a DistributedSampler would lose: "
@@ -184,6 +198,13 @@ def _distributed(loader: DataLoader[Any]) -> DataLoader[Any]:
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+
+
+def _is_plain(sampler: Any) -> bool:
+    """Whether a sampler gives each item once, in order or shuffled: what a `DistributedSampler` does too."""
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    return type(sampler) is SequentialSampler
 
 
 class _OnDevice:

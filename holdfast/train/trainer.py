@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from holdfast import events
@@ -18,7 +23,7 @@ from holdfast.engines.base import Engine, ProcessSpec
 from holdfast.engines.in_process import InProcessEngine
 from holdfast.engines.local import LocalEngine
 from holdfast.engines.logs import LogFollower
-from holdfast.errors import ConfigError, EngineError, TrainingFailedError
+from holdfast.errors import ConfigError, EngineError, ExperimentError, OwnershipLost, StorageError, TrainingFailedError
 from holdfast.observers.terminal import TerminalObserver
 from holdfast.run import experiment
 from holdfast.run.config import RunConfig, RunSpec, ScalingConfig
@@ -27,9 +32,10 @@ from holdfast.run.experiment import Experiment
 from holdfast.run.result import Result
 from holdfast.run.worker import takes_config
 from holdfast.storage import journal
-from holdfast.storage.journal import Journal
+from holdfast.storage.journal import Journal, Record
 
 _KIND = "train"
+_INTERRUPTED = "stopped by Ctrl-C: what was reported is kept; the same script goes on from there"
 
 
 class DataParallelTrainer:
@@ -89,7 +95,11 @@ class DataParallelTrainer:
         Raises:
             ConfigError: the training function, or its configuration, cannot be pickled.
         """
-        config = None if self._train_loop_config is None and not params else {**(self._train_loop_config or {}), **(params or {})}
+        config = (
+            None
+            if self._train_loop_config is None and not params
+            else {**(self._train_loop_config or {}), **(params or {})}
+        )
         start = self._resume_from
         if start is not None and not Path(start.path).is_dir():
             raise ConfigError(f"resume_from_checkpoint is {start}, but there is no such directory")
@@ -125,11 +135,12 @@ class DataParallelTrainer:
 def _carry_out(spec: RunSpec, found: Experiment, config: RunConfig, engine: Engine) -> Result:
     with contextlib.ExitStack() as ending:
         ending.callback(engine.close)
+        store = CheckpointStore(found.storage)
+        _require_journal(store, found)
         owned = Journal.open(found.storage, takeover=config.resume == "takeover")
-        ending.callback(owned.close)
+        ending.callback(_let_go, owned)
         experiment.begin(found, _KIND, spec.function_name)
         place = Place(found.name, found.root, found.root)
-        store = CheckpointStore(found.storage)
         controller = RunController(
             spec, place, store, engine, Ownership(owned.epoch, owned.sync, owned.look), owned.earlier
         )
@@ -138,29 +149,93 @@ def _carry_out(spec: RunSpec, found: Experiment, config: RunConfig, engine: Engi
         observers: list[events.Observer] = [TerminalObserver(sys.stdout, config.verbose)]
         began = now()
         _deliver(observers, [events.RunStarted(found.name, str(found.root), found.exists, spec.world_size, time=began)])
-        with _following(place, spec, config.verbose):
-            _drive(controller, owned, observers)
+        with _following(place, spec, config.verbose), _interruptible(engine) as interrupted:
+            _drive(controller, owned, observers, interrupted)
         owned.sync()
         result = _result(spec, place, store, controller)
         _deliver(observers, [_last_event(controller, result, began)])
+        if interrupted.is_set():
+            raise KeyboardInterrupt(_INTERRUPTED)
         if result.error is not None:
             raise result.error
         return result
 
 
-def _drive(controller: RunController, owned: Journal, observers: list[events.Observer]) -> None:
+def _let_go(owned: Journal) -> None:
+    # All that matters was synced before: what this cannot say must not take the place of a result or an error.
+    with contextlib.suppress(StorageError, OwnershipLost):
+        owned.close()
+
+
+def _require_journal(store: CheckpointStore, found: Experiment) -> None:
+    there = store.list()
+    if there and not any(record["kind"] == "staged" for record in journal.read(found.storage)):
+        raise ExperimentError(
+            f"{found.root} has {len(there)} checkpoints, but its journal names none: it was lost or cut. Restore "
+            f"{found.root / 'journal'} from a copy, or begin under another name with "
+            f"resume_from_checkpoint={store.open(there[-1])!r}"
+        )
+
+
+def _drive(
+    controller: RunController, owned: Journal, observers: list[events.Observer], interrupted: threading.Event
+) -> None:
     """The loop of a run: what has happened is collected, written, and only then obeyed."""
+    told = False
+    while True:
+        records = controller.collect()
+        if records:
+            _append(owned, records, controller, observers)
+        _deliver(observers, controller.obey())
+        if controller.ended:
+            return
+        if interrupted.is_set() and not told:
+            told = True
+            controller.interrupt(_INTERRUPTED)
+        else:
+            controller.wait()
+
+
+def _append(owned: Journal, records: list[Record], controller: RunController, observers: list[events.Observer]) -> None:
+    """Writes records, and waits for a full disk as long as the configuration says: nothing is obeyed meanwhile."""
+    deadline, told = now() + controller.waits_for_storage_s, ""
     while True:
         try:
-            records = controller.collect()
-            if records:
-                owned.append(records)
-            _deliver(observers, controller.obey())
-            if controller.ended:
-                return
-            controller.wait()
-        except KeyboardInterrupt:
-            controller.interrupt("stopped by Ctrl-C; run the same script again to go on")
+            owned.append(records)
+            break
+        except StorageError as error:
+            if not error.transient or now() >= deadline:
+                raise
+            if not told:
+                told = f"storage to take the journal ({error})"
+                _deliver(observers, [events.Waiting(told, time=now())])
+        time.sleep(0.25)
+    if told:
+        _deliver(observers, [events.WaitingOver(told, time=now())])
+
+
+@contextlib.contextmanager
+def _interruptible(engine: Engine) -> Iterator[threading.Event]:
+    """Ctrl-C sets the event that is returned; a second one is an exception, as usual.
+
+    An exception at once could come in the middle of a message to a worker.
+    """
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # no worker processes, or a thread of the user's
+        yield interrupted
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        interrupted.set()
+        engine.wake()
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _about(spec: RunSpec, found: Experiment) -> dict[str, Any]:
@@ -185,7 +260,8 @@ def _following(place: Place, spec: RunSpec, verbose: int) -> Iterator[None]:
         yield
         return
     ranks = range(spec.world_size)
-    follower = LogFollower(*({rank: place.log(rank, stream) for rank in ranks} for stream in ("stdout", "stderr")))
+    stdout, stderr = ({rank: place.log(rank, stream) for rank in ranks} for stream in ("stdout", "stderr"))
+    follower = LogFollower(stdout, stderr)
     follower.start()
     try:
         yield
@@ -205,11 +281,13 @@ def _result(spec: RunSpec, place: Place, store: CheckpointStore, controller: Run
         path=str(place.folder),
         return_value=state.return_value if state.goal == "finish" else None,
         config=spec.config,
-        records=lambda: journal.read(store.storage),
+        records=functools.partial(journal.read, store.storage),
     )
     if state.goal == "finish":
         return result
-    error = TrainingFailedError(_failure_message(state.reason, state.failures, place), result=result, failures=state.failures)
+    error = TrainingFailedError(
+        _failure_message(state.reason, state.failures, place), result=result, failures=state.failures
+    )
     failed = replace(result, error=error)
     error.result = failed
     return failed
@@ -217,7 +295,9 @@ def _result(spec: RunSpec, place: Place, store: CheckpointStore, controller: Run
 
 def _failure_message(reason: str, failures: Mapping[int, str], place: Place) -> str:
     ranks = "".join(f"\n\nrank {rank}:\n{text}" for rank, text in sorted(failures.items()))
-    return f"{reason}.{ranks}\n\nWhat was committed is kept in {place.folder}; a fit under the same name goes on from it."
+    return (
+        f"{reason}.{ranks}\n\nWhat was committed is kept in {place.folder}; a fit under the same name goes on from it."
+    )
 
 
 def _last_event(controller: RunController, result: Result, began: float) -> events.Event:
@@ -275,6 +355,6 @@ def _refuse_pickle(name: str, config: Mapping[str, Any] | None, error: Exception
         except Exception:
             what = f"train_loop_config[{key!r}], a {type(value).__name__},"
     raise ConfigError(
-        f"{what} cannot be sent to workers: {error}. Make such objects (open files, locks, connections, generators) inside "
+        f"{what} cannot be sent to workers: {error}. Make such objects (open files, locks, connections) inside "
         "the training function"
     ) from error

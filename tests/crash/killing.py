@@ -35,11 +35,11 @@ class Outcome:
 
 
 def kill_everything(folder: Path, kills: int, size_bytes: int, seed: int) -> Outcome:
-    """Kills a run's whole process tree, keeper included, `kills` times, each time at a random moment; then lets it end."""
+    """Kills a run's whole process tree, keeper included, `kills` times at random moments; then lets it end."""
     choose, outcome, began = random.Random(seed), Outcome(), time.monotonic()
     for _ in range(kills):
         run = _start(folder, size_bytes, iterations=10**9, max_failures=0)
-        _await(lambda: run.poll() is not None or _grown(folder, "workers"), "the run to start")
+        _await(lambda run=run: run.poll() is not None or _grown(folder, "workers"), "the run to start")
         time.sleep(choose.expovariate(1 / 0.25) if choose.random() < 0.8 else choose.uniform(0, 0.03))
         if run.poll() is not None:
             outcome.violations.append(f"the run ended by itself with status {run.returncode}: {_last_words(folder)}")
@@ -57,7 +57,9 @@ def kill_workers(folder: Path, kills: int, size_bytes: int, seed: int) -> Outcom
     choose, outcome, began = random.Random(seed), Outcome(), time.monotonic()
     run = _start(folder, size_bytes, iterations=10**9, max_failures=-1)
     for _ in range(kills):
-        _await(lambda: run.poll() is not None or len(notes(folder, "workers")) >= 2 * (outcome.kills + 1), "new workers")
+        _await(
+            lambda: run.poll() is not None or len(notes(folder, "workers")) >= 2 * (outcome.kills + 1), "new workers"
+        )
         if run.poll() is not None:
             outcome.violations.append(f"the run ended by itself with status {run.returncode}: {_last_words(folder)}")
             break
@@ -77,7 +79,15 @@ def _start(folder: Path, size_bytes: int, iterations: int, max_failures: int) ->
     _grown(folder, "workers")
     with open(folder / "output", "ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.program", str(folder), str(size_bytes), str(iterations), str(max_failures)],
+            [
+                sys.executable,
+                "-m",
+                "tests.crash.program",
+                str(folder),
+                str(size_bytes),
+                str(iterations),
+                str(max_failures),
+            ],
             cwd=ROOT,
             env={**os.environ, TOKEN: str(folder)},
             stdin=subprocess.DEVNULL,

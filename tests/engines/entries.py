@@ -31,3 +31,8 @@ def echo(channel: Channel, payload: bytes) -> None:
         message = channel.receive()
         assert message is not None
         channel.send(message)
+
+
+def do(channel: Channel, payload: bytes) -> None:
+    """Runs the payload as a script that knows `channel`."""
+    exec(compile(payload, "<payload>", "exec"), {"channel": channel, "__name__": "__payload__"})
