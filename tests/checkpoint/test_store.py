@@ -286,17 +286,25 @@ def test_a_sweep_removes_all_that_is_staged_but_for_the_attempts_named(experimen
     assert os.listdir(root(experiment)) == []
 
 
-def test_a_sweep_leaves_alone_what_it_does_not_know(experiment: Experiment, tmp_path: Path) -> None:
+def test_a_sweep_follows_no_link_and_removes_strange_files_too(experiment: Experiment, tmp_path: Path) -> None:
     (tmp_path / "user" / "data").mkdir(parents=True)
     staging = root(experiment) / STAGING
     (staging / "1").mkdir(parents=True)
-    (staging / "note.txt").write_text("a file")
-    (staging / "1" / "note.txt").write_text("a file")
-    (staging / "link").symlink_to(tmp_path / "user")
-    (staging / "1" / "link").symlink_to(tmp_path / "user")
+    for folder in (staging, staging / "1"):
+        (folder / "note.txt").write_text("a file")
+        (folder / "link").symlink_to(tmp_path / "user")
     experiment.store().sweep()
     assert (tmp_path / "user" / "data").is_dir()
-    assert (staging / "note.txt").exists()
+    assert not staging.exists()
+
+
+def test_a_sweep_leaves_the_folder_of_a_live_attempt_were_it_empty(experiment: Experiment) -> None:
+    staging = root(experiment) / STAGING
+    (staging / "1" / "2").mkdir(parents=True)
+    (staging / "1" / "1").mkdir()
+    experiment.store().sweep(["1/2", "3/1"])
+    assert os.listdir(staging) == ["1"]
+    assert os.listdir(staging / "1") == ["2"]
 
 
 # Of objects
