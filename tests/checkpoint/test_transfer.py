@@ -223,18 +223,11 @@ def test_links_that_lead_to_each_other_are_refused_by_name(source: Path, part: P
 
 
 def bind_socket(path: Path) -> None:
-    with contextlib.chdir(path.parent) if hasattr(contextlib, "chdir") else _changed_directory(path.parent):
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(path.name)
-        listener.close()
-
-
-@contextlib.contextmanager
-def _changed_directory(path: Path) -> Iterator[None]:
     before = os.getcwd()
-    os.chdir(path)
+    os.chdir(path.parent)  # the address of a socket is short
     try:
-        yield
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path.name)
     finally:
         os.chdir(before)
 
@@ -291,6 +284,13 @@ def test_a_file_that_changes_while_it_is_copied_is_named(
     with pytest.raises(CheckpointFailed, match=r"weights\.bin changed while it was read"):
         stage(source, part, give=False)
     assert not part.exists()
+
+
+@pytest.mark.usefixtures("without_reflinks")
+def test_a_copy_that_ends_too_early_is_no_copy(source: Path, part: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sendfile", lambda *arguments: 0)
+    with pytest.raises(CheckpointFailed, match="changed while it was read"):
+        stage(source, part, give=False)
 
 
 def test_a_file_that_is_removed_while_the_directory_is_copied_is_named(
@@ -577,6 +577,18 @@ def test_a_failed_fsync_is_never_repeated_the_file_is_written_anew(
         os.close(file)
 
 
+def test_of_large_files_too_a_failed_fsync_is_raised(source: Path, part: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_WORTH_A_THREAD_BYTES", 0)
+    stage(source, part, give=True)
+    failing = FailingSync(lambda path: path.endswith("weights.bin"))
+    monkeypatch.setattr(os, "fsync", failing)
+    known: dict[str, str] = {}
+    with pytest.raises(OSError):
+        made_durable(part, known)
+    failing.fails = lambda path: False
+    assert made_durable(part, known, anew=True) == read_durable(part)
+
+
 def test_an_fsync_that_fails_again_may_be_tried_again(
     source: Path, part: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -619,7 +631,8 @@ def test_without_its_hash_a_file_is_not_written_anew(source: Path, part: Path) -
 def test_of_many_files_a_lost_write_is_seen_for_each(source: Path, part: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "_MANY_FILES", 1)
     stage(source, part, give=True)
-    looked_at = []
+    looked_at, synced = [], []
+    monkeypatch.setattr(transfer, "sync_filesystem", synced.append)
 
     def look(path: str) -> None:
         looked_at.append(path.removeprefix(f"{part / FILES}/"))
@@ -630,6 +643,7 @@ def test_of_many_files_a_lost_write_is_seen_for_each(source: Path, part: Path, m
     with pytest.raises(OSError):
         made_durable(part)
     assert "weights.bin" in looked_at
+    assert synced == [part / FILES]
     assert not (part / DURABLE).exists()
 
 
