@@ -19,6 +19,7 @@ from shutil import rmtree
 from typing import Any
 
 from holdfast import events
+from holdfast.checkpoint.keeper import Keeper
 from holdfast.checkpoint.manifest import Origin, part_directory
 from holdfast.checkpoint.store import STAGING, CheckpointStore, Commit
 from holdfast.engines.base import Engine, Exit, Message, Process, ProcessSpec
@@ -98,6 +99,7 @@ class RunController:
         self._gang: list[Process] = []
         self._ranks: dict[str, tuple[int, int]] = {}  # a process's id -> its attempt and rank
         self._keeper: Process | None = None
+        self._own_keeper = Keeper()  # for when the other one dies and dies
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="holdfast-disk")
         self._done: deque[state.Event | BaseException] = deque()
         self._events: list[events.Event] = []
@@ -107,6 +109,12 @@ class RunController:
     def ended(self) -> bool:
         """Whether there is nothing left to do, now that the last records were obeyed."""
         return self.state.phase == "ended"
+
+    @property
+    def waits_for_storage_s(self) -> float:
+        """How long a full disk is waited for; 0: not at all."""
+        failures = self._spec.failures
+        return failures.storage_deadline_s if failures.on_storage_error == "wait" else 0.0
 
     def wait(self) -> None:
         """Returns when there may be something to collect."""
@@ -190,12 +198,12 @@ class RunController:
 
     def _do_startgang(self, action: state.StartGang) -> None:
         checkpoint = self._spec.start_from if action.checkpoint is None else self._store.open(action.checkpoint).path
-        self._place.staging(self._own.epoch, action.attempt).mkdir(parents=True, exist_ok=True)
         try:
+            self._place.staging(self._own.epoch, action.attempt).mkdir(parents=True, exist_ok=True)
             self._gang = self._engine.start_gang(
                 [self._process(rank, action.attempt, checkpoint) for rank in range(self._spec.world_size)]
             )
-        except EngineError as error:
+        except (EngineError, OSError) as error:
             self._done.append(state.GangRefused(now(), action.attempt, str(error)))
             self._engine.wake()
             return
@@ -204,7 +212,6 @@ class RunController:
 
     def _process(self, rank: int, attempt: int, checkpoint: str | None) -> ProcessSpec:
         spec = self._spec
-        wait_s = spec.failures.storage_deadline_s if spec.failures.on_storage_error == "wait" else 0.0
         context = TrainContext(
             experiment_name=self._place.experiment,
             world_size=spec.world_size,
@@ -217,7 +224,7 @@ class RunController:
         staging = str(self._place.staging(self._own.epoch, attempt))
         return ProcessSpec(
             entry=WORKER,
-            payload=pack(Assignment(attempt, staging, checkpoint, wait_s, context), spec.function),
+            payload=pack(Assignment(attempt, staging, checkpoint, self.waits_for_storage_s, context), spec.function),
             name=f"rank {rank}",
             env=spec.env,
             cpus=spec.scaling.cpus_per_worker,
@@ -251,9 +258,22 @@ class RunController:
             self._done.extend(state.Durable(now(), held.number, rank) for rank in held.ranks)
             self._engine.wake()
             return
-        for rank in held.ranks:
-            if rank not in held.durable:
-                self._engine.send(self._started_keeper(), keeper.ask(held.number, rank, self._part(held, rank)))
+        for rank in sorted(set(held.ranks) - held.durable):
+            if action.in_driver:
+                self._on_disk(self._persist, held.number, rank, self._part(held, rank))
+            else:
+                request = keeper.ask(held.number, rank, self._part(held, rank))
+                self._engine.send(self._started_keeper(), request)
+
+    def _persist(self, number: int, rank: int, part: Path) -> state.Event:
+        failure = self._own_keeper.persist(part)
+        if failure is None:
+            return state.Durable(now(), number, rank)
+        return state.StorageFailed(now(), number, failure.reason, failure.passing)
+
+    def _do_endkeeper(self, action: state.EndKeeper) -> None:
+        if self._keeper is not None:
+            self._engine.stop([self._keeper])
 
     def _is_published(self, held: state.Held) -> bool:
         with suppress(HoldfastError):
@@ -317,30 +337,42 @@ class RunController:
         self._on_disk(self._look, action.number, self._spec.checkpoints.verify == "full")
 
     def _look(self, number: int, full: bool) -> state.Event:
-        problems = self._store.verify(number, full=full)
-        return state.Looked(now(), number, tuple(problems))
+        try:
+            return state.Looked(now(), number, tuple(self._store.verify(number, full=full)))
+        except StorageError as error:
+            return state.LookFailed(now(), number, str(error), error.transient)
+        except HoldfastError as error:
+            return state.LookFailed(now(), number, str(error), False)
 
     def _do_remove(self, action: state.Remove) -> None:
-        self._on_disk(self._remove, action.numbers)
+        self._on_disk(self._cleaning, self._remove, action.numbers)
 
-    def _remove(self, numbers: Iterable[int]) -> None:
+    def _cleaning(self, work: Callable[..., state.Event | None], *arguments: Any) -> state.Event | None:
+        """Does what may fail without harm: nothing is needed any more of what is removed."""
         self._own.sync()  # forget before delete: the record survives what the bytes do not
-        for number in numbers:
-            self._own.look()
-            self._store.remove(number)
+        self._own.look()
+        try:
+            return work(*arguments)
+        except OSError as error:
+            return state.CleaningFailed(now(), f"{error.filename or self._place.folder} stays: {error.strerror}")
+
+    def _remove(self, numbers: Iterable[int]) -> state.Event | None:
+        put_off = tuple(number for number in numbers if not self._store.remove(number))
+        return state.PutOff(now(), put_off) if put_off else None
 
     def _do_discard(self, action: state.Discard) -> None:
-        self._on_disk(self._discard, self._place.staging(action.epoch, action.attempt) / str(action.report))
+        self._on_disk(self._cleaning, self._discard, action)
 
-    def _discard(self, folder: Path) -> None:
-        self._own.look()
-        rmtree(folder, ignore_errors=True)
+    def _discard(self, action: state.Discard) -> None:
+        rmtree(self._place.staging(action.epoch, action.attempt) / str(action.report), ignore_errors=True)
+        if action.abandoned is not None:
+            origin = Origin(self._place.experiment, action.epoch, action.attempt, action.report)
+            self._store.discard(action.abandoned, origin)
 
     def _do_sweep(self, action: state.Sweep) -> None:
-        self._on_disk(self._sweep, action.keep_attempt)
+        self._on_disk(self._cleaning, self._sweep, action.keep_attempt)
 
     def _sweep(self, attempt: int | None) -> None:
-        self._own.look()
         self._store.sweep(self._own.epoch, attempt)
 
 
@@ -362,6 +394,7 @@ def _reported(at: float, attempt: int, rank: int, message: dict[str, Any]) -> st
         message.get("bytes"),
         message.get("sync", False),
         message.get("free", 0),
+        message.get("failed", ""),
     )
 
 

@@ -138,23 +138,32 @@ class Session:
     # ---- what users call
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None, *, sync: bool) -> None:
-        if not isinstance(metrics, Mapping):
-            raise TypeError(f"report(metrics) got a {type(metrics).__name__}; it must be a dict of names and numbers")
         with self._lock:
-            message = {"t": "report", "n": self._reports, "m": plain(dict(metrics), "metrics")}
+            report, self._reports = self._reports, self._reports + 1
+            try:
+                message = self._message(report, metrics, checkpoint)
+            except Exception as error:
+                # Counted all the same, and told: the other ranks' report of this number must not become a checkpoint,
+                # and the next one must be the next one on every rank, whoever catches this.
+                self.send({"t": "report", "n": report, "m": {}, "failed": f"{type(error).__name__}: {error}"})
+                raise
             if checkpoint is None:
-                self._reports += 1
                 self.send(message)
-                if self._reports % _LISTEN_EVERY == 0:
+                if report % _LISTEN_EVERY == 0:
                     self._listen(0)
                 return
-            message["bytes"] = self._stage(checkpoint, part_directory(self._staging, self._reports, self._rank))
-            message["free"] = _free_bytes(self._staging)
-            message["sync"] = sync
-            self._reports += 1
-            self.send(message)
-            self._await_answer(message["n"])
+            self.send({**message, "sync": sync})
+            self._await_answer(report)
             self._drop_given()
+
+    def _message(self, report: int, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> dict[str, Plain]:
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"report(metrics) got a {type(metrics).__name__}; it must be a dict of names and numbers")
+        message: dict[str, Plain] = {"t": "report", "n": report, "m": plain(dict(metrics), "metrics")}
+        if checkpoint is not None:
+            size_bytes = self._stage(checkpoint, part_directory(self._staging, report, self._rank))
+            message.update(bytes=size_bytes, free=_free_bytes(self._staging))
+        return message
 
     def get_checkpoint(self) -> Checkpoint | None:
         with self._lock:

@@ -13,6 +13,7 @@ remembered from the moment it came up.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from msgspec import Struct, field
 
 from holdfast import events
 from holdfast.checkpoint.retention import Candidate, forgettable, lookup
+from holdfast.errors import JournalDamaged
 from holdfast.run.config import CheckpointConfig, FailureConfig
 from holdfast.run.policies import after_failure
 
@@ -31,7 +33,9 @@ STAGED_LIMIT = 2  # checkpoints that may wait to be durable before `report` wait
 STAGED_SHARE = 4  # and at most this fraction of the free space: a quarter
 NAME_MISSING_AFTER_S = 30.0
 CATCH_UP_S = 5.0  # after a failure: for the other ranks' reports that the failed one has made already
-KEEPER_DEATHS_LIMIT = 5
+KEEPER_DEATHS_LIMIT = 5  # in a row; then the driver does its work itself
+RECORD_AFTER_S = 1.0  # metrics of rank 0 do not wait longer for those of other ranks
+SLOWEST_DISK_BYTES_S = 10e6  # nobody is ended for being as slow as this
 
 # --------------------------------------------------------------------------------------------------------------- events
 
@@ -63,14 +67,26 @@ class RankEvent(Event, frozen=True):
     rank: int
 
 
+class LookFailed(Event, frozen=True):
+    """A checkpoint could not be looked at. `passing`: another try may succeed."""
+
+    number: int
+    reason: str
+    passing: bool
+
+
 class Reported(RankEvent, frozen=True):
-    """A rank called `report` for the `report`-th time. `part_bytes`: None without a checkpoint."""
+    """A rank called `report` for the `report`-th time.
+
+    `part_bytes`: None without a checkpoint; `failed`: why it could not give what it wanted to, and was told so.
+    """
 
     report: int
     metrics: Mapping[str, Any]
     part_bytes: int | None = None
     sync: bool = False
     free_bytes: int = 0
+    failed: str = ""
 
 
 class Returned(RankEvent, frozen=True):
@@ -128,6 +144,18 @@ class KeeperDied(Event, frozen=True):
     """The keeper's process is gone."""
 
 
+class PutOff(Event, frozen=True):
+    """Forgotten checkpoints were not removed: somebody reads them."""
+
+    numbers: tuple[int, ...]
+
+
+class CleaningFailed(Event, frozen=True):
+    """Something that is needed no more could not be removed."""
+
+    reason: str
+
+
 class Tick(Event, frozen=True):
     """Time has passed."""
 
@@ -170,10 +198,14 @@ class Tell(Struct, frozen=True):
 
 
 class Persist(Struct, frozen=True):
-    """Have the keeper make the parts of a staged checkpoint durable. `anew`: it failed before."""
+    """Have the parts of a staged checkpoint made durable: by the keeper, or by the driver itself."""
 
     number: int
-    anew: bool = False
+    in_driver: bool = False
+
+
+class EndKeeper(Struct, frozen=True):
+    """End the keeper: it has not answered for too long."""
 
 
 class MakeCommit(Struct, frozen=True):
@@ -183,17 +215,21 @@ class MakeCommit(Struct, frozen=True):
 
 
 class Remove(Struct, frozen=True):
-    """Remove checkpoints that were forgotten or abandoned."""
+    """Remove checkpoints that were forgotten."""
 
     numbers: tuple[int, ...]
 
 
 class Discard(Struct, frozen=True):
-    """Remove what is left of the parts of one report: they were committed or abandoned."""
+    """Remove what is left of the parts of one report: they were committed, or no checkpoint will be made of them.
+
+    `abandoned`: the number they had; what already lies under it goes too, if it is made of these parts.
+    """
 
     epoch: int
     attempt: int
     report: int
+    abandoned: int | None = None
 
 
 class Sweep(Struct, frozen=True):
@@ -205,7 +241,7 @@ class Sweep(Struct, frozen=True):
     keep_attempt: int | None
 
 
-Action = Look | StartGang | StopGang | Answer | Tell | Persist | MakeCommit | Remove | Discard | Sweep
+Action = Look | StartGang | StopGang | Answer | Tell | Persist | EndKeeper | MakeCommit | Remove | Discard | Sweep
 
 # ---------------------------------------------------------------------------------------------------------------- state
 
@@ -225,6 +261,8 @@ class Held(Struct):
     committing: bool = False
     durable: set[int] = field(default_factory=set)
     staged_at: float = 0.0
+    asked_at: float | None = None  # when the keeper was asked for it
+    missed: bool = False  # whether it was said that the keeper takes long
 
     @property
     def is_durable(self) -> bool:
@@ -234,6 +272,7 @@ class Held(Struct):
 class _Rank(Struct):
     reports: int = 0
     returned: bool = False
+    returned_at: float = 0.0
     gone: bool = False
 
 
@@ -245,6 +284,8 @@ class _Pending(Struct):
     parts: dict[int, int] = field(default_factory=dict)
     sync: set[int] = field(default_factory=set)
     free_bytes: int = 0
+    failed: dict[int, str] = field(default_factory=dict)
+    recorded: bool = False  # rank 0's metrics are: the other ranks take long
     missed: str = ""  # the ranks that were said to be missing, in words
 
 
@@ -259,10 +300,10 @@ class _Owed(Struct):
 
 
 class _Trouble(Struct):
-    """A staged checkpoint that storage has refused."""
+    """A checkpoint that storage has refused to take, or to show."""
 
     since: float
-    step: Literal["persist", "commit"]
+    step: Literal["persist", "commit", "look"]
     tries: int = 0
     retry_at: float | None = None  # None: it is being tried
 
@@ -319,6 +360,9 @@ class RunState:
         self._errors: list[str] = []  # that no rank was told
         self._trouble: dict[int, _Trouble] = {}
         self._catching_up_until: float | None = None
+        self._unrecorded: deque[int] = deque()
+        self._told_leaving = False
+        self._put_off: set[int] = set()
         self._keeper_deaths = 0
         self._in_use: frozenset[int] = frozenset()
         self._told_missing_attribute = False
@@ -359,7 +403,32 @@ class RunState:
             times.append(self._catching_up_until)
         if self.phase == "running":
             times += [self._next_look(pending) for _, pending in self._waited_for()]
+            times += [pending.since + RECORD_AFTER_S for pending in self._oldest_unrecorded()]
+            times += [since + wait_s for since, wait_s in self._leaving()]
+        times += [held.asked_at + self._patience_s(held) for held in self._asked_for() if held.asked_at is not None]
         return min(times, default=None)
+
+    def _oldest_unrecorded(self) -> list[_Pending]:
+        """The oldest report of rank 0, without a checkpoint, that waits for other ranks to be written down."""
+        while self._unrecorded and self._unrecorded[0] not in self._pending:
+            self._unrecorded.popleft()
+        return [self._pending[self._unrecorded[0]]] if self._unrecorded else []
+
+    def _leaving(self) -> list[tuple[float, float]]:
+        """Since when the processes of ranks that have all returned are waited for, and how long they may be."""
+        if not self._ranks or not all(rank.returned for rank in self._ranks):
+            return []
+        since = max(rank.returned_at for rank in self._ranks)
+        return [(since, self._report_timeout_s if self._told_leaving else NAME_MISSING_AFTER_S)]
+
+    def _asked_for(self) -> list[Held]:
+        return [held for held in self.staged.values() if held.asked_at is not None and not held.is_durable]
+
+    def _patience_s(self, held: Held) -> float:
+        """How long the keeper may take: until that is said, and then until it is ended."""
+        if not held.missed:
+            return NAME_MISSING_AFTER_S
+        return self._failure_config.storage_deadline_s + held.size_bytes / SLOWEST_DISK_BYTES_S
 
     def _waited_for(self) -> list[tuple[int, _Pending]]:
         """The reports in which a rank waits for others: a rank with a part waits in its latest one."""
@@ -375,9 +444,13 @@ class RunState:
 
     def fold(self, record: Record) -> None:
         """Takes in one record of the journal."""
-        fold = getattr(self, "_fold_" + str(record["kind"]), None)
-        if fold is not None:  # records of this run that carry no state: `run`, `attempt_failed`
+        fold = getattr(self, f"_fold_{record.get('kind')}", None)
+        if fold is None:  # records that carry no state: `run`, `attempt_failed`
+            return
+        try:
             fold(record)
+        except (KeyError, TypeError, ValueError) as error:
+            raise JournalDamaged(f"the record {record!r} does not fit the ones before it ({error!r})") from error
 
     def _record(self, time: float, kind: str, **values: Any) -> None:
         record = {"kind": kind, "time": time, **values}
@@ -385,23 +458,26 @@ class RunState:
         self.fold(record)
 
     def _fold_attempt(self, record: Record) -> None:
-        self.attempt = record["attempt"]
+        self.attempt = int(record["attempt"])
+        self.iteration = int(record["iteration"])
 
     def _fold_report(self, record: Record) -> None:
-        self.iteration = record["iteration"]
-        self.metrics = record["metrics"]
+        if record["iteration"] >= self.iteration:  # else rank 0, which did not wait, has been further already
+            self.iteration = record["iteration"]
+            self.metrics = record["metrics"]
 
     def _fold_staged(self, record: Record) -> None:
         self._fold_report(record)
-        number = record["number"]
+        number = int(record["number"])
         self.next_number = max(self.next_number, number + 1)
+        # Whole numbers only: they are made into paths, and a journal may come from anywhere.
         self.held[number] = self.staged[number] = Held(
             number=number,
-            epoch=record["epoch"],
-            attempt=record["attempt"],
-            report=record["report"],
-            iteration=record["iteration"],
-            ranks=tuple(record["parts"]),
+            epoch=int(record["epoch"]),
+            attempt=int(record["attempt"]),
+            report=int(record["report"]),
+            iteration=int(record["iteration"]),
+            ranks=tuple(int(rank) for rank in record["parts"]),
             metrics=record["metrics"],
             size_bytes=record["size_bytes"],
             staged_at=record["time"],
@@ -456,7 +532,8 @@ class RunState:
         let_go = [number for number in event.present if self._was_let_go(number)]
         if let_go:
             self._actions.append(Remove(tuple(let_go)))  # the deletion is finished
-        self._actions += [Persist(number) for number in self.staged]
+        for held in self.staged.values():
+            self._persist(event.time, held)
 
     def _was_let_go(self, number: int) -> bool:
         """Whether the journal gave this number and has forgotten or abandoned it."""
@@ -466,6 +543,7 @@ class RunState:
     def _on_looked(self, event: Looked) -> None:
         if self.phase != "looking":
             return
+        self._end_trouble(event.time, event.number, "look")
         if event.problems:
             why = "; ".join(event.problems[:3])
             self._record(event.time, "damaged", number=event.number, why=why)
@@ -474,11 +552,25 @@ class RunState:
         else:
             self._start_attempt(event.time, self.held[event.number])
 
+    def _on_lookfailed(self, event: LookFailed) -> None:
+        if self.phase == "looking":
+            if self._is_hopeless(event.time, event.number, "look", event.passing):
+                self.phase = "settling"
+                self.goal, self.reason = "fail", f"checkpoint {event.number} could not be read: {event.reason}"
+            else:
+                self._try_again(event.time, event.number, event.reason)
+
     def _look_or_start(self, time: float) -> None:
         newest = self.committed[-1:]
         if newest:
             self.phase = "looking"
             self._actions.append(Look(newest[0].number))
+        elif self.damaged:
+            self.phase, self.goal = "settling", "fail"
+            numbers = ", ".join(map(str, sorted(self.damaged)))
+            self.reason = (
+                f"every checkpoint is damaged ({numbers}): restore one from a copy, or begin under another name"
+            )
         else:
             self._start_attempt(time, None)
 
@@ -497,6 +589,8 @@ class RunState:
         self.attempts_here += 1
         self._ranks = [_Rank() for _ in range(self._world_size)]
         self._whole_reports = 0
+        self._unrecorded.clear()
+        self._told_leaving = False
         self.phase = "running"
         self._actions += [StartGang(self.attempt, self.start), Sweep(self.attempt)]
         self._events.append(events.AttemptStarted(self.attempt, self._world_size, self.start, time=time))
@@ -516,6 +610,10 @@ class RunState:
         self._ranks[event.rank].reports = event.report + 1
         pending = self._pending.setdefault(event.report, _Pending(event.time))
         pending.metrics[event.rank] = event.metrics
+        if event.failed:
+            pending.failed[event.rank] = event.failed
+        elif event.part_bytes is None and event.rank == 0:
+            self._unrecorded.append(event.report)
         if event.part_bytes is not None:
             if not pending.parts:
                 pending.since = event.time
@@ -527,6 +625,7 @@ class RunState:
 
     def _on_returned(self, event: Returned) -> None:
         self._ranks[event.rank].returned = True
+        self._ranks[event.rank].returned_at = event.time
         if event.rank == 0:
             self._returned_value = event.value
         self._complete_reports(event.time)
@@ -541,27 +640,52 @@ class RunState:
     def _write_report(self, time: float, report: int, pending: _Pending, *, is_whole: bool) -> None:
         if pending.missed and is_whole:
             self._events.append(events.WaitingOver(pending.missed, time=time))
-        first = min(pending.metrics)
+        if pending.parts and is_whole and not pending.failed:
+            self._stage(time, report, pending)
+        else:
+            self._record_metrics(time, report, pending)
+            if is_whole:
+                self._refuse_parts(report, pending)
+
+    def _values(self, report: int, pending: _Pending) -> dict[str, Any]:
         values: dict[str, Any] = {
             "attempt": self.attempt,
             "report": report,
             "iteration": self._base_iteration + report + 1,
-            "metrics": pending.metrics[first],
+            "metrics": pending.metrics.get(0, self.metrics),  # a run's metrics are rank 0's, were it its last ones
         }
-        others = {str(rank): metrics for rank, metrics in sorted(pending.metrics.items()) if rank != first and metrics}
-        if others:
-            values["others"] = others
-        if pending.parts and is_whole:
-            number = self.next_number
-            size_bytes = sum(pending.parts.values())
-            ranks = sorted(pending.parts)
-            self._record(time, "staged", number=number, epoch=self._epoch, parts=ranks, size_bytes=size_bytes, **values)
-            self._actions.append(Persist(number))
-            for rank in ranks:
-                self._owed.append(_Owed(rank, report, number, rank in pending.sync, pending.free_bytes))
-        else:
+        others = {str(rank): metrics for rank, metrics in sorted(pending.metrics.items()) if rank != 0 and metrics}
+        return {**values, "others": others} if others else values
+
+    def _stage(self, time: float, report: int, pending: _Pending) -> None:
+        number, ranks, size_bytes = self.next_number, sorted(pending.parts), sum(pending.parts.values())
+        values = self._values(report, pending)
+        self._record(time, "staged", number=number, epoch=self._epoch, parts=ranks, size_bytes=size_bytes, **values)
+        self._persist(time, self.staged[number])
+        for rank in ranks:
+            self._owed.append(_Owed(rank, report, number, rank in pending.sync, pending.free_bytes))
+        self._tell_reported(time, pending, values)
+
+    def _record_metrics(self, time: float, report: int, pending: _Pending) -> None:
+        values = self._values(report, pending)
+        if not pending.recorded:
             self._record(time, "report", **values)
-        self._events.append(events.Reported(self.attempt, values["iteration"], values["metrics"], time=time))
+            self._tell_reported(time, pending, values)
+        elif "others" in values:
+            others = {name: values[name] for name in ("attempt", "report", "others")}
+            self._record(time, "others", **others)
+
+    def _tell_reported(self, time: float, pending: _Pending, values: Mapping[str, Any]) -> None:
+        if not pending.recorded:
+            self._events.append(events.Reported(self.attempt, values["iteration"], values["metrics"], time=time))
+
+    def _refuse_parts(self, report: int, pending: _Pending) -> None:
+        """Answers those who gave a part of a checkpoint to which another rank could not give its own."""
+        if pending.parts:
+            why = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(pending.failed.items()))
+            error = f"there is no checkpoint of this report, since another rank could not give its part: {why}"
+            self._actions += [Answer(rank, report, -1, error) for rank in sorted(pending.parts)]
+            self._actions.append(Discard(self._epoch, self.attempt, report))
 
     def _pay(self) -> None:
         """Answers every rank whose answer is due now."""
@@ -625,6 +749,7 @@ class RunState:
             self._warn(event.time, f"checkpoint {event.number}: {conflict}")
         self._say_missing_attribute(event.time, held)
         self._retain(event.time)
+        self._remove_put_off()
         if self.phase == "running":
             self._actions.append(Tell(event.number))
         self._commit_in_order()
@@ -655,27 +780,40 @@ class RunState:
             f"all that have it (metrics that were there: {there})",
         )
 
+    def _persist(self, time: float, held: Held) -> None:
+        held.asked_at, held.missed = time, False
+        self._actions.append(Persist(held.number, in_driver=self._keeper_deaths > KEEPER_DEATHS_LIMIT))
+
     def _on_storagefailed(self, event: StorageFailed) -> None:
         held = self.staged.get(event.number)
         if held is None or (event.step == "persist" and held.is_durable):
             return
-        trouble = self._trouble.setdefault(event.number, _Trouble(event.time, event.step))
-        config = self._failure_config
-        too_late = event.time - trouble.since >= config.storage_deadline_s
-        if not event.passing or config.on_storage_error == "fail" or too_late:
+        held.asked_at = None
+        if self._is_hopeless(event.time, event.number, event.step, event.passing):
             self._abandon(event.time, event.number, event.reason)
-            return
+        else:
+            self._try_again(event.time, event.number, event.reason)
+
+    def _is_hopeless(self, time: float, number: int, step: Literal["persist", "commit", "look"], passing: bool) -> bool:
+        """Whether storage is to be asked no more, after it has refused."""
+        trouble = self._trouble.setdefault(number, _Trouble(time, step))
+        config = self._failure_config
+        too_late = time - trouble.since >= config.storage_deadline_s
+        return not passing or config.on_storage_error == "fail" or too_late
+
+    def _try_again(self, time: float, number: int, reason: str) -> None:
+        trouble = self._trouble[number]
         if trouble.tries == 0:
-            self._events.append(events.Waiting(f"{self._trouble_name(event.number)} ({event.reason})", time=event.time))
+            self._events.append(events.Waiting(f"{self._trouble_name(number)} ({reason})", time=time))
         if trouble.retry_at is None:  # else another rank's part was refused just before: one try will do for both
-            trouble.retry_at = event.time + min(0.25 * 2 ** min(trouble.tries, 6), 15.0)
+            trouble.retry_at = time + min(0.25 * 2 ** min(trouble.tries, 6), 15.0)
             trouble.tries += 1
 
     def _abandon(self, time: float, number: int, reason: str) -> None:
         self._trouble.pop(number, None)
         held = self.held[number]
         self._record(time, "abandoned", number=number, why=reason)
-        self._actions += [Remove((number,)), Discard(held.epoch, held.attempt, held.report)]
+        self._actions.append(Discard(held.epoch, held.attempt, held.report, abandoned=number))
         if held.epoch == self._epoch:  # else this driver's workers start from the one before: none of them relied on it
             self._raise(number, f"checkpoint {number} could not be kept: {reason}")
         self._events.append(events.CheckpointAbandoned(number, reason, time=time))
@@ -696,32 +834,77 @@ class RunState:
             del self._trouble[number]
             self._events.append(events.WaitingOver(self._trouble_name(number), time=time))
 
-    @staticmethod
-    def _trouble_name(number: int) -> str:
-        return f"storage to take checkpoint {number}"
+    def _trouble_name(self, number: int) -> str:
+        return f"storage to {'show' if self.phase == 'looking' else 'take'} checkpoint {number}"
 
     def _on_keeperdied(self, event: KeeperDied) -> None:
         self._keeper_deaths += 1
-        for held in [held for held in self.staged.values() if not held.is_durable]:
+        for held in self.staged.values():
             trouble = self._trouble.get(held.number)
-            if self._keeper_deaths > KEEPER_DEATHS_LIMIT:
-                why = f"the process that makes checkpoints durable died {self._keeper_deaths} times in a row"
-                self._abandon(event.time, held.number, why)
-            elif trouble is None or trouble.retry_at is None:
-                # Anew after a refusal: the next keeper's fsync of the same file would succeed and prove nothing.
-                self._actions.append(Persist(held.number, anew=trouble is not None))
+            if not held.is_durable and (trouble is None or trouble.retry_at is None):
+                self._persist(event.time, held)
+
+    def _on_putoff(self, event: PutOff) -> None:
+        self._put_off.update(event.numbers)
+
+    def _remove_put_off(self) -> None:
+        if self._put_off:
+            self._actions.append(Remove(tuple(sorted(self._put_off))))
+            self._put_off.clear()
+
+    def _on_cleaningfailed(self, event: CleaningFailed) -> None:
+        self._warn(event.time, f"{event.reason}; the next driver of this experiment tries again")
 
     # ---- time
 
     def _on_tick(self, event: Tick) -> None:
-        for number, trouble in list(self._trouble.items()):
-            if trouble.retry_at is not None and event.time >= trouble.retry_at:
-                trouble.retry_at = None
-                again = Persist(number, anew=True) if trouble.step == "persist" else MakeCommit(number)
-                self._actions.append(again)
+        self._retry_due(event.time)
+        self._look_after_keeper(event.time)
+        if self.phase != "running":
+            return
         for report, pending in self._waited_for():
-            if event.time >= self._next_look(pending) and self.phase == "running":
+            if event.time >= self._next_look(pending):
                 self._name_missing(event.time, report, pending, event.time - pending.since)
+        for pending in self._oldest_unrecorded():
+            if event.time >= pending.since + RECORD_AFTER_S:
+                self._record_metrics(event.time, self._unrecorded[0], pending)
+                pending.recorded = True
+                self._unrecorded.popleft()
+        for since, wait_s in self._leaving():
+            if event.time >= since + wait_s:
+                self._end_leaving(event.time)
+
+    def _retry_due(self, time: float) -> None:
+        for number, trouble in list(self._trouble.items()):
+            if trouble.retry_at is not None and time >= trouble.retry_at:
+                trouble.retry_at = None
+                if trouble.step == "persist":
+                    self._persist(time, self.staged[number])
+                else:
+                    self._actions.append(MakeCommit(number) if trouble.step == "commit" else Look(number))
+
+    def _look_after_keeper(self, time: float) -> None:
+        """Says that the keeper takes long, and ends it when it takes too long."""
+        for held in self._asked_for():
+            if held.asked_at is None or time < held.asked_at + self._patience_s(held):
+                continue
+            if held.missed:
+                self._actions.append(EndKeeper())
+                held.asked_at = None  # its death has it asked for again
+            else:
+                held.missed = True
+                what = f"checkpoint {held.number} to be durable: the disk has taken {time - held.asked_at:.0f} s so far"
+                self._events.append(events.Waiting(what, time=time))
+
+    def _end_leaving(self, time: float) -> None:
+        """All ranks have returned, but a process stays: a thread of the user's may still have something to do."""
+        gone = [number for number, rank in enumerate(self._ranks) if not rank.gone]
+        if self._told_leaving:
+            self._actions.append(StopGang(self.attempt))
+        else:
+            what = f"the processes of rank {', '.join(map(str, gone))} to end: their training functions have returned"
+            self._events.append(events.Waiting(what, time=time))
+        self._told_leaving = True
 
     def _name_missing(self, time: float, report: int, pending: _Pending, waited: float) -> None:
         missing = [n for n, rank in enumerate(self._ranks) if rank.reports <= report and not rank.returned]
@@ -821,12 +1004,14 @@ class RunState:
         if self.goal == "go on":
             self.failures = {}
             self._look_or_start(time)
+        if self.goal == "go on":
             return
         self.phase = "ended"
         if self.goal == "finish":
             self._finish_or_fail(time)
         if self.goal == "fail":
             self._record(time, "failed", why=self.reason)
+        self._remove_put_off()
         self._actions.append(Sweep(None))  # last: a removal passes through the staging folder
 
     def _finish_or_fail(self, time: float) -> None:

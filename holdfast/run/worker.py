@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -93,8 +94,9 @@ def _plain_or_none(value: object) -> Plain:
 
 def _tell_raised(session: Session, error: BaseException) -> None:
     text = users_traceback(error)
-    print(text, file=sys.stderr, flush=True)
-    session.send({"t": "raised", "traceback": text})
+    session.send({"t": "raised", "traceback": text})  # before the log, whose disk may be full
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def users_traceback(error: BaseException) -> str:

@@ -47,7 +47,7 @@ class _InProcessGroup:
     def __init__(self, train_loop: Callable[..., object]) -> None:
         self.__wrapped__ = train_loop  # the name by which `inspect` looks through wrappers
 
-    def __call__(self, config: Mapping[str, Any]) -> object:
+    def __call__(self, config: Mapping[str, Any] | None = None) -> object:
         with _process_group(get_context()):
             return call_with(self.__wrapped__, config)
 
@@ -65,6 +65,7 @@ def _process_group(context: TrainContext) -> Iterator[None]:
         dist.init_process_group(
             "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world_size
         )
+        dist.barrier()  # else a rank that ends at once takes its connections away while others still make theirs
         yield
         # Not after an exception: other ranks may be in a collective call that then never ends.
         dist.destroy_process_group()
@@ -171,7 +172,7 @@ def _distributed(loader: DataLoader[Any]) -> DataLoader[Any]:
     if isinstance(loader.sampler, DistributedSampler):
         return loader
     plain_batches = loader.batch_sampler is None or type(loader.batch_sampler) is BatchSampler
-    if type(loader.sampler) not in (SequentialSampler, RandomSampler) or not plain_batches:
+    if not (_is_plain(loader.sampler) and plain_batches):
         own = loader.sampler if plain_batches else loader.batch_sampler
         raise ConfigError(
             f"the data loader has a {type(own).__name__}, whose order a DistributedSampler would lose: "
@@ -197,6 +198,13 @@ def _distributed(loader: DataLoader[Any]) -> DataLoader[Any]:
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+
+
+def _is_plain(sampler: Any) -> bool:
+    """Whether a sampler gives each item once, in order or shuffled: what a `DistributedSampler` does too."""
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    return type(sampler) is SequentialSampler
 
 
 class _OnDevice:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from holdfast.engines.base import Engine, ProcessSpec
 from holdfast.engines.in_process import InProcessEngine
 from holdfast.engines.local import LocalEngine
 from holdfast.engines.logs import LogFollower
-from holdfast.errors import ConfigError, EngineError, ExperimentError, TrainingFailedError
+from holdfast.errors import ConfigError, EngineError, ExperimentError, OwnershipLost, StorageError, TrainingFailedError
 from holdfast.observers.terminal import TerminalObserver
 from holdfast.run import experiment
 from holdfast.run.config import RunConfig, RunSpec, ScalingConfig
@@ -30,7 +32,7 @@ from holdfast.run.experiment import Experiment
 from holdfast.run.result import Result
 from holdfast.run.worker import takes_config
 from holdfast.storage import journal
-from holdfast.storage.journal import Journal
+from holdfast.storage.journal import Journal, Record
 
 _KIND = "train"
 _INTERRUPTED = "stopped by Ctrl-C: what was reported is kept; the same script goes on from there"
@@ -133,12 +135,12 @@ class DataParallelTrainer:
 def _carry_out(spec: RunSpec, found: Experiment, config: RunConfig, engine: Engine) -> Result:
     with contextlib.ExitStack() as ending:
         ending.callback(engine.close)
+        store = CheckpointStore(found.storage)
+        _require_journal(store, found)
         owned = Journal.open(found.storage, takeover=config.resume == "takeover")
-        ending.callback(owned.close)
+        ending.callback(_let_go, owned)
         experiment.begin(found, _KIND, spec.function_name)
         place = Place(found.name, found.root, found.root)
-        store = CheckpointStore(found.storage)
-        _require_journal(owned, store, found)
         controller = RunController(
             spec, place, store, engine, Ownership(owned.epoch, owned.sync, owned.look), owned.earlier
         )
@@ -159,9 +161,15 @@ def _carry_out(spec: RunSpec, found: Experiment, config: RunConfig, engine: Engi
         return result
 
 
-def _require_journal(owned: Journal, store: CheckpointStore, found: Experiment) -> None:
+def _let_go(owned: Journal) -> None:
+    # All that matters was synced before: what this cannot say must not take the place of a result or an error.
+    with contextlib.suppress(StorageError, OwnershipLost):
+        owned.close()
+
+
+def _require_journal(store: CheckpointStore, found: Experiment) -> None:
     there = store.list()
-    if there and not any(record["kind"] == "staged" for record in owned.earlier):
+    if there and not any(record["kind"] == "staged" for record in journal.read(found.storage)):
         raise ExperimentError(
             f"{found.root} has {len(there)} checkpoints, but its journal names none: it was lost or cut. Restore "
             f"{found.root / 'journal'} from a copy, or begin under another name with "
@@ -177,7 +185,7 @@ def _drive(
     while True:
         records = controller.collect()
         if records:
-            owned.append(records)
+            _append(owned, records, controller, observers)
         _deliver(observers, controller.obey())
         if controller.ended:
             return
@@ -186,6 +194,24 @@ def _drive(
             controller.interrupt(_INTERRUPTED)
         else:
             controller.wait()
+
+
+def _append(owned: Journal, records: list[Record], controller: RunController, observers: list[events.Observer]) -> None:
+    """Writes records, and waits for a full disk as long as the configuration says: nothing is obeyed meanwhile."""
+    deadline, told = now() + controller.waits_for_storage_s, ""
+    while True:
+        try:
+            owned.append(records)
+            break
+        except StorageError as error:
+            if not error.transient or now() >= deadline:
+                raise
+            if not told:
+                told = f"storage to take the journal ({error})"
+                _deliver(observers, [events.Waiting(told, time=now())])
+        time.sleep(0.25)
+    if told:
+        _deliver(observers, [events.WaitingOver(told, time=now())])
 
 
 @contextlib.contextmanager
@@ -255,7 +281,7 @@ def _result(spec: RunSpec, place: Place, store: CheckpointStore, controller: Run
         path=str(place.folder),
         return_value=state.return_value if state.goal == "finish" else None,
         config=spec.config,
-        records=lambda: journal.read(store.storage),
+        records=functools.partial(journal.read, store.storage),
     )
     if state.goal == "finish":
         return result

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -360,7 +361,7 @@ class StoreContract:
 
     @pytest.mark.parametrize("elsewhere", [{"epoch": 2}, {"attempt": 2}, {"report": 2}], ids=str)
     def test_what_comes_from_elsewhere_is_not_discarded(
-        self, experiment: Experiment, elsewhere: dict[str, int]
+        self, experiment: Experiment, elsewhere: dict[str, Any]
     ) -> None:
         commit = experiment.committed(1, ONE)
         assert experiment.store().discard(1, replace(commit.origin, **elsewhere))

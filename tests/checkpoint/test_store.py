@@ -474,7 +474,7 @@ def test_of_many_drivers_at_once_one_wins(objects: Experiment) -> None:
 def test_a_fault_of_any_call_of_a_removal_is_mended_by_the_next_try(objects: Experiment, fault: Fault) -> None:
     storage = memory(objects)
     for number in range(1, 100):
-        objects.committed(number, *RANKS)
+        objects.committed(number, *RANKS, {"-before the manifest in any listing": b""})
         storage.faults = nth = Nth(number - 1, fault)
         with contextlib.suppress(StorageError):
             objects.store().remove(number)

@@ -235,18 +235,11 @@ def test_links_that_lead_to_each_other_are_refused_by_name(source: Path, part: P
 
 
 def bind_socket(path: Path) -> None:
-    with contextlib.chdir(path.parent) if hasattr(contextlib, "chdir") else _changed_directory(path.parent):
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(path.name)
-        listener.close()
-
-
-@contextlib.contextmanager
-def _changed_directory(path: Path) -> Iterator[None]:
     before = os.getcwd()
-    os.chdir(path)
+    os.chdir(path.parent)  # the address of a socket is short
     try:
-        yield
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path.name)
     finally:
         os.chdir(before)
 
@@ -303,6 +296,13 @@ def test_a_file_that_changes_while_it_is_copied_is_named(
     with pytest.raises(CheckpointFailed, match=r"weights\.bin changed while it was read"):
         stage(source, part, give=False)
     assert not part.exists()
+
+
+@pytest.mark.usefixtures("without_reflinks")
+def test_a_copy_that_ends_too_early_is_no_copy(source: Path, part: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sendfile", lambda *arguments: 0)
+    with pytest.raises(CheckpointFailed, match="changed while it was read"):
+        stage(source, part, give=False)
 
 
 def test_a_file_that_is_removed_while_the_directory_is_copied_is_named(
@@ -599,6 +599,21 @@ def test_a_failed_fsync_is_never_repeated_the_file_is_written_anew(
 
 
 @KEEPERS
+def test_of_large_files_too_a_failed_fsync_is_raised(
+    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch, keeper: str
+) -> None:
+    monkeypatch.setattr(transfer, "_WORTH_A_THREAD_BYTES", 0)
+    stage(source, part, give=True)
+    failing = FailingSync(lambda path: path.endswith("weights.bin"))
+    monkeypatch.setattr(os, "fsync", failing)
+    tries = Tries()
+    with pytest.raises(OSError):
+        made_durable(part, tries)
+    failing.fails = lambda path: False
+    assert made_durable(part, next_tries(keeper, part, tries)) == read_durable(part)
+
+
+@KEEPERS
 def test_an_fsync_that_fails_again_may_be_tried_again(
     source: Path, part: Path, monkeypatch: pytest.MonkeyPatch, keeper: str
 ) -> None:
@@ -703,6 +718,8 @@ def test_of_many_files_a_lost_write_is_seen_for_each(
     monkeypatch.setattr(transfer, "_MANY_FILES", 1)
     stage(source, part, give=True)
     looking = FailingSync(lambda path: path.endswith("weights.bin"))
+    synced: list[Path] = []
+    monkeypatch.setattr(transfer, "sync_filesystem", synced.append)
 
     def fail(path: Path) -> None:
         raise io_error()
@@ -716,6 +733,7 @@ def test_of_many_files_a_lost_write_is_seen_for_each(
     with pytest.raises(OSError):
         made_durable(part, tries)
     assert tries.unsynced == {"weights.bin"}
+    assert syncfs == (synced == [part])
     assert not (part / DURABLE).exists()
     looking.fails = lambda path: False
     made_durable(part, tries)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast import events
+from holdfast.errors import JournalDamaged
 from holdfast.run import state
 from holdfast.run.config import CheckpointConfig, FailureConfig
 from holdfast.run.policies import after_failure
@@ -239,13 +240,14 @@ def test_messages_of_an_older_attempt_are_dropped():
 
 
 def test_numbers_are_given_in_order_and_never_again_after_abandoned_damaged_and_forgotten():
-    play = Play(1, num_to_keep=1, failures=FailureConfig(max_failures=-1))
+    play = Play(1, num_to_keep=2, failures=FailureConfig(max_failures=-1))
     play.keep(0)
     play.keep(1)
     play.stage(2)
     play.refuse(2, passing=False)
     play.kill_all()
     play.looked(1, "a byte was flipped")
+    play.looked(0)
     play.stage(0)
     assert [record["number"] for record in play.of_kind("staged")] == [0, 1, 2, 3]
     restored = Play(1, after=play)
@@ -410,12 +412,33 @@ def test_a_damaged_checkpoint_is_recorded_and_said_and_the_next_older_one_is_loo
     assert of(Remove, Play(1, after=play, present=(0, 1)).begun) == []  # nothing damaged is moved or removed
 
 
-def test_when_every_checkpoint_is_damaged_the_attempt_starts_without_one():
+def test_when_every_checkpoint_is_damaged_the_run_fails_and_nothing_is_silently_started_afresh():
     play = Play(1, failures=FailureConfig(max_failures=-1))
     play.keep(0)
     play.kill_all()
-    assert of(StartGang, play.looked(0, "empty")) == [StartGang(2, None)]
-    assert play.of_kind("attempt")[-1]["iteration"] == 0
+    assert of(StartGang, play.looked(0, "empty")) == []
+    assert play.run.phase == "ended"
+    assert "every checkpoint is damaged (0)" in play.of_kind("failed")[0]["why"]
+
+
+def test_a_checkpoint_that_cannot_be_read_just_now_is_waited_for_and_not_called_damaged():
+    play = Play(1, failures=FailureConfig(max_failures=-1))
+    play.keep(0)
+    play.kill_all()
+    play.happens(state.LookFailed, number=0, reason="stale handle", passing=True)
+    assert [type(event).__name__ for event in play.told][-1] == "Waiting"
+    assert play.tick(0.3) == [state.Look(0)]
+    assert of(StartGang, play.looked(0)) == [StartGang(2, 0)]
+    assert play.run.damaged == {}
+
+
+def test_a_checkpoint_that_cannot_be_read_at_all_fails_the_run_and_is_not_called_damaged():
+    play = Play(1, failures=FailureConfig(max_failures=-1))
+    play.keep(0)
+    play.kill_all()
+    play.happens(state.LookFailed, number=0, reason="written by a newer version", passing=False)
+    assert "written by a newer version" in play.of_kind("failed")[0]["why"]
+    assert play.run.damaged == {}
 
 
 def test_before_an_attempt_every_staged_checkpoint_is_committed_and_only_then_the_newest_is_looked_at():
@@ -586,11 +609,11 @@ def test_a_passing_refusal_is_waited_for_and_tried_again_anew_and_said_once_and_
     assert [type(event) for event in play.told] == [events.Waiting]
     assert play.tick() == []
     assert play.run.deadline() == pytest.approx(play.time + 0.25)
-    assert play.tick(0.3) == [Persist(0, anew=True)]
+    assert play.tick(0.3) == [Persist(0)]
     assert play.tick(5.0) == []  # until it is answered
     play.refuse(0)
     assert play.told == []
-    assert play.tick(0.6) == [Persist(0, anew=True)]
+    assert play.tick(0.6) == [Persist(0)]
     play.durable(0)
     assert [type(event) for event in play.told] == [events.WaitingOver]
     assert play.run.deadline() is None
@@ -627,7 +650,7 @@ def test_refusals_of_several_ranks_are_one_try():
     for _ in range(8):
         play.refuse(0)
     assert play.run.deadline() == pytest.approx(play.time + 0.25)
-    assert play.tick(0.3) == [Persist(0, anew=True)]
+    assert play.tick(0.3) == [Persist(0)]
 
 
 def test_a_storage_that_is_away_for_days_is_waited_for_as_long_as_the_deadline_says():
@@ -655,8 +678,8 @@ def test_a_refusal_that_is_not_waited_for_abandons_the_checkpoint(on_storage_err
     play.stage(0)
     actions = play.refuse(0, passing=passing)
     assert [record["kind"] for record in play.due] == ["abandoned"]
-    assert Remove((0,)) in actions
-    assert Discard(1, 1, 0) in actions
+    assert of(Remove, actions) == []
+    assert Discard(1, 1, 0, abandoned=0) in actions
     assert any(isinstance(event, events.CheckpointAbandoned) for event in play.told)
     assert play.run.held == {}
 
@@ -734,17 +757,92 @@ def test_when_the_keeper_dies_what_it_was_refused_is_asked_for_anew_and_only_whe
     play.stage(0)
     play.refuse(0)
     assert play.happens(state.KeeperDied) == []
-    assert play.tick(0.3) == [Persist(0, anew=True)]
-    assert play.happens(state.KeeperDied) == [Persist(0, anew=True)]
+    assert play.tick(0.3) == [Persist(0)]
+    assert play.happens(state.KeeperDied) == [Persist(0)]
 
 
-def test_a_keeper_that_dies_too_often_in_a_row_is_given_up():
+def test_when_the_keeper_dies_too_often_in_a_row_the_driver_does_its_work_itself():
     play = Play(1)
     play.stage(0)
     for _ in range(state.KEEPER_DEATHS_LIMIT):
         assert of(Persist, play.happens(state.KeeperDied)) == [Persist(0)]
-    play.happens(state.KeeperDied)
-    assert "died 6 times" in play.of_kind("abandoned")[0]["why"]
+    assert of(Persist, play.happens(state.KeeperDied)) == [Persist(0, in_driver=True)]
+    assert play.of_kind("abandoned") == []
+
+
+def test_a_keeper_that_does_not_answer_is_said_to_take_long_and_then_ended():
+    play = Play(1, failures=FailureConfig(storage_deadline_s=100))
+    play.stage(0)
+    assert play.tick(31) == []
+    assert "to be durable" in play.told[-1].what
+    assert play.tick(80) == [state.EndKeeper()]
+    assert of(Persist, play.happens(state.KeeperDied)) == [Persist(0)]
+
+
+def test_a_removal_that_a_reader_puts_off_is_asked_for_again_at_the_next_commit_and_at_the_end():
+    play = Play(1, num_to_keep=1)
+    play.keep(0)
+    play.keep(1)
+    play.happens(state.PutOff, numbers=(0,))
+    assert of(Remove, play.keep(2)) == [Remove((1,)), Remove((0,))]
+    play.happens(state.PutOff, numbers=(0,))
+    assert of(Remove, play.finish(0)) == [Remove((0,))]
+
+
+def test_what_cannot_be_cleaned_away_is_said_and_the_run_goes_on():
+    play = Play(1)
+    play.happens(state.CleaningFailed, reason="x stays: no such device")
+    assert "x stays" in play.told[-1].message
+    assert play.run.phase == "running"
+
+
+def test_when_a_rank_cannot_give_its_part_the_others_are_told_and_there_is_no_checkpoint_of_that_report():
+    play = Play(2)
+    play.report(0, 0, gives=True)
+    actions = play.report(1, 0, failed="OSError: a pipe cannot be kept")
+    (answer,) = of(Answer, actions)
+    assert (answer.rank, answer.report) == (0, 0)
+    assert "rank 1: OSError: a pipe cannot be kept" in str(answer.error)
+    assert Discard(1, 1, 0) in actions
+    assert play.of_kind("staged") == []
+    assert of(Persist, play.stage(1)) == [Persist(0)]
+
+
+def test_metrics_of_rank_0_are_written_down_although_other_ranks_never_report():
+    play = Play(2)
+    play.report(0, 0, metrics={"loss": 0.5})
+    play.tick(1.1)
+    assert [record["metrics"] for record in play.of_kind("report")] == [{"loss": 0.5}]
+    play.report(1, 0, metrics={"loss": 0.7})
+    assert len(play.of_kind("report")) == 1
+    assert play.of_kind("others")[0]["others"] == {"1": {"loss": 0.7}}
+
+
+def test_the_metrics_of_a_run_are_those_of_rank_0_also_after_it_has_returned():
+    play = Play(2)
+    play.report(0, 0, metrics={"of": 0})
+    play.report(1, 0, metrics={"of": 1})
+    play.happens(state.Returned, attempt=1, rank=0)
+    play.report(1, 1, metrics={"of": 1})
+    assert play.run.metrics == {"of": 0}
+
+
+def test_a_process_that_stays_after_every_rank_returned_is_named_and_then_ended_and_the_run_finishes():
+    play = Play(1, report_timeout_s=100)
+    play.happens(state.Returned, attempt=1, rank=0)
+    assert play.tick(31) == []
+    assert "rank 0 to end" in play.told[-1].what
+    assert play.tick(100) == [state.StopGang(1)]
+    play.happens(state.Exited, attempt=1, rank=0, how="ended")
+    assert play.of_kind("finished")
+
+
+def test_records_that_do_not_fit_together_are_damage_by_name():
+    run = RunState(1)
+    with pytest.raises(JournalDamaged, match="committed"):
+        run.fold({"kind": "committed", "number": 3, "size_bytes": 1})
+    with pytest.raises(JournalDamaged, match="staged"):
+        run.fold({"kind": "staged", "number": "../../etc", "metrics": {}, "iteration": 1})
 
 
 def test_a_part_made_durable_begins_the_count_of_keeper_deaths_anew():
@@ -814,9 +912,9 @@ def test_a_gang_that_is_being_ended_needs_no_ticks():
 def test_metrics_only_reports_are_never_waited_for():
     play = Play(2, report_timeout_s=60)
     play.report(0, 0)
-    assert play.run.deadline() is None
     play.tick(1000)
-    assert play.told == []
+    assert [type(event).__name__ for event in play.told] == ["Reported"]
+    assert play.run.deadline() is None
     assert play.run.phase == "running"
 
 
