@@ -54,6 +54,8 @@ class _Asked:
 def _persist(part: Path, tries: Tries) -> PersistFailure | None:
     try:
         make_durable(part, tries)
+    except StorageError as error:
+        return PersistFailure(str(error), error.transient)
     except OSError as error:
         failure: StorageError = storage_error("make durable", part, error)
         return PersistFailure(str(failure), failure.transient)

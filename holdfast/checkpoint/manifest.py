@@ -43,10 +43,14 @@ class File:
 
 @dataclass(frozen=True)
 class Part:
-    """The files of one rank, and its directories that hold none."""
+    """The files of one rank, and its directories that hold none.
+
+    `boot` says which start of which machine staged them: until they are durable, they may end with it.
+    """
 
     files: tuple[File, ...]
     directories: tuple[str, ...] = ()
+    boot: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -54,7 +58,8 @@ class Part:
 
     def seal(self) -> bytes:
         files = [file.to_plain() for file in self.files]
-        return seal({"version": VERSION, "files": files, "directories": list(self.directories)})
+        boot = {"boot": self.boot} if self.boot else {}
+        return seal({"version": VERSION, "files": files, "directories": list(self.directories), **boot})
 
     @classmethod
     def unseal(cls, line: bytes) -> Part:
@@ -65,7 +70,8 @@ class Part:
         """
         with _reading():
             value = _known(unseal(line))
-            return cls(tuple(map(File.from_plain, value["files"])), tuple(map(_path, value["directories"])))
+            files, directories = map(File.from_plain, value["files"]), map(_path, value["directories"])
+            return cls(tuple(files), tuple(directories), str(value.get("boot", "")))
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from holdfast.checkpoint.manifest import File, Part
 from holdfast.errors import CheckpointFailed
 from holdfast.storage.local import (
     begin_to_write_back,
+    boot_id,
     check_written_back,
     storage_error,
     sync_directory,
@@ -155,7 +156,7 @@ def _write_note(path: Path, note: Part) -> None:
 def _described(found: Iterable[_Found]) -> Part:
     entries = list(found)
     files = tuple(File(e.name, e.status.st_size, "", e.status.st_mtime_ns) for e in entries if e.is_file)
-    return Part(files, tuple(e.name for e in entries if not e.is_file))
+    return Part(files, tuple(e.name for e in entries if not e.is_file), boot_id())
 
 
 def _copied(source: Path, found: Sequence[_Found], target: Path) -> Part:
@@ -168,7 +169,7 @@ def _copied(source: Path, found: Sequence[_Found], target: Path) -> Part:
         lambda file: _copy_file(f"{source}/{file.name}", f"{target}/{file.name}", file.name), files, size_bytes
     )
     empty = tuple(e.name for e in found if not e.is_file and not any((target / e.name).iterdir()))
-    return Part(tuple(copies), empty)
+    return Part(tuple(copies), empty, boot_id())
 
 
 def _in_threads(work: Callable[[_Item], _Done], items: Sequence[_Item], size_bytes: int) -> list[_Done]:
@@ -268,6 +269,8 @@ def make_durable(part: Path, tries: Tries) -> Part:
     with contextlib.suppress(CheckpointFailed):
         return read_durable(part)
     staged = _read_note(part / PART)
+    if staged.boot != boot_id():
+        staged = _outlived(part / FILES, staged)
     _recall(part, staged, tries)
     with _expected_in(part / FILES):
         for file in staged.files:
@@ -298,6 +301,22 @@ def _read_note(path: Path) -> Part:
         return Part.unseal(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         raise CheckpointFailed(f"the staged part {path.parent} is not whole: {path.name}: {error}") from error
+
+
+def _outlived(files: Path, staged: Part) -> Part:
+    """Returns the part as it lies there now, after its machine went down with what was not yet on the disk.
+
+    Raises:
+        CheckpointFailed: it is not what was staged, or nobody can say.
+    """
+    unknown = [f"{file.path} has no hash" for file in staged.files if not file.hash]
+    problems = unknown or damage(files, staged.files, full=True)
+    if problems:
+        reason = "its bytes cannot be verified" if unknown else "not all of its bytes were on the disk"
+        raise CheckpointFailed(f"{files.parent} was staged before the machine went down, and {reason}: {problems[0]}")
+    # The times of files may be older than their bytes.
+    now = [replace(file, mtime_ns=os.stat(f"{files}/{file.path}").st_mtime_ns) for file in staged.files]
+    return replace(staged, files=tuple(now))
 
 
 def _recall(part: Path, staged: Part, tries: Tries) -> None:

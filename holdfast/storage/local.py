@@ -298,6 +298,16 @@ def _sync_path(path: str | Path, flags: int) -> None:
         os.close(file)
 
 
+@lru_cache(maxsize=1)
+def boot_id() -> str:
+    """Which start of which machine this is; on systems that do not say, only which machine."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except FileNotFoundError:
+        return os.uname().nodename
+
+
 def pid_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)

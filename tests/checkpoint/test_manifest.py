@@ -16,7 +16,7 @@ from holdfast.sealed import seal, unseal
 names = st.text(string.ascii_letters + "._- éß\n\\\"'", min_size=1, max_size=8).filter(lambda name: name.strip("."))
 paths = st.lists(names, min_size=1, max_size=3).map("/".join)
 files = st.builds(File, paths, st.integers(0, 2**62), st.text("0123456789abcdef", max_size=32), st.integers(0, 2**62))
-parts = st.builds(Part, st.lists(files, max_size=5).map(tuple), st.lists(paths, max_size=3).map(tuple))
+parts = st.builds(Part, st.lists(files, max_size=5).map(tuple), st.lists(paths, max_size=3).map(tuple), st.text())
 metrics = st.dictionaries(st.text(), st.floats(allow_nan=False) | st.integers() | st.text(), max_size=3)
 origins = st.builds(Origin, st.text(), *[st.integers(0, 1000)] * 3)
 manifests = st.builds(

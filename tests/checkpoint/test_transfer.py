@@ -11,6 +11,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from holdfast.checkpoint.transfer import (
     stage,
 )
 from holdfast.errors import CheckpointFailed, StorageError
+from holdfast.storage.local import boot_id
 from tests.checkpoint.faults import Died, failing_calls, io_error, no_space
 
 DEADLINE_S = 30
@@ -324,7 +326,7 @@ def test_a_file_that_is_removed_while_the_directory_is_copied_is_named(
 @pytest.mark.parametrize("give", [False, True])
 def test_an_empty_directory_is_a_valid_part(tmp_path: Path, part: Path, give: bool) -> None:
     (tmp_path / "nothing").mkdir()
-    assert stage(tmp_path / "nothing", part, give=give) == Part(())
+    assert stage(tmp_path / "nothing", part, give=give) == Part((), boot=boot_id())
     assert made_durable(part) == Part(())
     assert (part / FILES).is_dir()
 
@@ -795,6 +797,90 @@ def test_a_death_at_any_system_call_after_a_failed_fsync_is_finished_by_the_next
         durable = made_durable(part)
         assert listing(part / FILES) == before
         assert damage(part / FILES, durable.files, full=True) == []
+
+
+# After the machine went down
+
+
+def staged_before(part: Path, source: Path, monkeypatch: pytest.MonkeyPatch, *, hashed: bool = True) -> None:
+    """Stages a part; from then on it is as if the machine had been started again."""
+    stage(source, part, give=True)
+    if hashed:
+        staged = Part.unseal((part / PART).read_bytes())
+        files = [replace(file, hash=hash_file(part / FILES / file.path)) for file in staged.files]
+        (part / PART).write_bytes(replace(staged, files=tuple(files)).seal())
+    monkeypatch.setattr(transfer, "boot_id", lambda: "the next start")
+
+
+@pytest.mark.parametrize("lost", [lambda path: None, touch], ids=["nothing", "times"])
+def test_what_was_staged_before_the_machine_went_down_and_is_all_there_is_made_durable(
+    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch, lost: Callable[[Path], object]
+) -> None:
+    before = listing(source)
+    staged_before(part, source, monkeypatch)
+    lost(part / FILES / "weights.bin")
+    durable = made_durable(part)
+    assert listing(part / FILES) == before
+    assert damage(part / FILES, durable.files, full=True) == []
+
+
+@pytest.mark.parametrize(
+    ("lose", "what"),
+    [
+        (lambda path: path.write_bytes(bytes(7000)), "weights.bin has other bytes"),
+        (lambda path: path.write_bytes(b""), "weights.bin has 0 bytes, not 7000"),
+        (os.unlink, "weights.bin is missing"),
+    ],
+)
+def test_bytes_that_went_down_with_the_machine_fail_the_checkpoint(
+    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Path], object], what: str
+) -> None:
+    staged_before(part, source, monkeypatch)
+    status = os.stat(part / FILES / "weights.bin")
+    lose(part / FILES / "weights.bin")
+    if (part / FILES / "weights.bin").exists():
+        os.utime(part / FILES / "weights.bin", ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(CheckpointFailed, match=f"was staged before the machine went down, .* on the disk: {what}"):
+        made_durable(part)
+    assert not (part / DURABLE).exists()
+
+
+def test_bytes_that_nobody_can_verify_after_the_machine_went_down_fail_the_checkpoint(
+    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged_before(part, source, monkeypatch, hashed=False)
+    words = "was staged before the machine went down, and its bytes cannot be verified"
+    with pytest.raises(CheckpointFailed, match=words):
+        made_durable(part)
+    failure = Keeper().persist(part)
+    assert failure is not None
+    assert not failure.passing
+    assert words in failure.reason
+
+
+def test_what_was_durable_before_the_machine_went_down_is_durable(
+    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage(source, part, give=True)
+    durable = made_durable(part)
+    monkeypatch.setattr(transfer, "boot_id", lambda: "the next start")
+    assert made_durable(part) == durable
+
+
+def test_a_disk_that_cannot_be_read_now_after_the_machine_went_down_is_waited_for(
+    source: Path, part: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: str) -> None:
+        raise io_error()
+
+    staged_before(part, source, monkeypatch)
+    keeper = Keeper()
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "hash_file", fail)
+        failure = keeper.persist(part)
+    assert failure is not None
+    assert failure.passing
+    assert keeper.persist(part) is None
 
 
 # The keeper
