@@ -367,16 +367,17 @@ def _write_durably(path: Path, data: bytes) -> None:
 def _gather(parts: Mapping[int, Path], merged: Merge, target: Path) -> None:
     """Moves the files of all parts into `target`; what an earlier, interrupted call has moved is left where it is."""
     ranks = sorted(parts)
-    first = parts[ranks[0]] / FILES
-    if first.exists():
-        os.rename(first, target)  # the whole directory: most checkpoints have one part
+    with suppress(FileNotFoundError):
+        os.rename(parts[ranks[0]] / FILES, target)  # the whole directory: most checkpoints have one part
     for path, (rank, file) in merged.files.items():
         if rank != ranks[0]:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
                 os.rename(parts[rank] / FILES / path, target / path)
-        if not os.path.lexists(f"{target}/{path}"):
-            raise CheckpointFailed(f"{path}, staged by rank {rank} with {file.size_bytes} bytes, is gone")
+        try:
+            os.lstat(f"{target}/{path}")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointFailed(f"{path}, staged by rank {rank} with {file.size_bytes} bytes, is gone") from error
 
 
 class _Objects:

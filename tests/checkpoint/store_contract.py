@@ -18,7 +18,15 @@ from holdfast.checkpoint.checkpoint import MANIFEST, METADATA
 from holdfast.checkpoint.manifest import Origin, part_directory
 from holdfast.checkpoint.store import STAGING, CheckpointStore, Commit, checkpoint_name
 from holdfast.checkpoint.transfer import Tries, make_durable, stage
-from holdfast.errors import AlreadyExists, CheckpointDamaged, CheckpointError, CheckpointFailed, HoldfastError, NotFound
+from holdfast.errors import (
+    AlreadyExists,
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointFailed,
+    HoldfastError,
+    NotFound,
+    StorageError,
+)
 from holdfast.sealed import seal, unseal
 from holdfast.storage.base import Storage
 from holdfast.storage.local import LocalStorage
@@ -227,7 +235,7 @@ class StoreContract:
             commit = experiment.staged(number, *RANKS)
             with (
                 failing_calls(number - 1, io_error, more=MORE_CALLS, half=half) as calls,
-                contextlib.suppress(OSError, HoldfastError),
+                contextlib.suppress(OSError, StorageError),  # never CheckpointFailed: that would be the end of it
             ):
                 experiment.store().commit(commit)
             experiment.store().commit(commit)
