@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.checkpoint.transfer import make_durable
+from holdfast.checkpoint.transfer import Tries, make_durable
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.local import storage_error
 
@@ -24,42 +24,38 @@ class PersistFailure:
 
 
 class Keeper:
-    """Makes parts durable; remembers, from one try to the next, the hashes of what a failed fsync may have lost."""
+    """Makes parts durable; remembers, from one try to the next, what the earlier one found out."""
 
     def __init__(self) -> None:
-        self._tries: dict[Path, _Tries] = {}
+        self._asked: dict[Path, _Asked] = {}
         self._lock = threading.Lock()
 
-    def persist(self, part: Path, *, anew: bool) -> PersistFailure | None:
+    def persist(self, part: Path) -> PersistFailure | None:
         """Makes a staged part durable; returns why not, or None when it is.
 
         Any number of threads may call it; of two calls for the same part the second waits for the first.
-
-        Args:
-            part: the part's directory.
-            anew: an earlier try failed: its files are written anew, never synced a second time.
         """
         with self._lock:
-            tries = self._tries.setdefault(part, _Tries())
-        with tries.lock:
-            failure = _persist(part, tries.known, anew=anew)
+            asked = self._asked.setdefault(part, _Asked())
+        with asked.lock:
+            failure = _persist(part, asked.tries)
         if failure is None or not failure.passing:
             with self._lock:
-                self._tries.pop(part, None)
+                self._asked.pop(part, None)
         return failure
 
 
 @dataclass(frozen=True)
-class _Tries:
-    """What one try to make a part durable leaves to the next."""
-
-    known: dict[str, str] = field(default_factory=dict)  # file name -> hash
+class _Asked:
+    tries: Tries = field(default_factory=Tries)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def _persist(part: Path, known: dict[str, str], *, anew: bool) -> PersistFailure | None:
+def _persist(part: Path, tries: Tries) -> PersistFailure | None:
     try:
-        make_durable(part, known, anew=anew)
+        make_durable(part, tries)
+    except StorageError as error:
+        return PersistFailure(str(error), error.transient)
     except OSError as error:
         failure: StorageError = storage_error("make durable", part, error)
         return PersistFailure(str(failure), failure.transient)

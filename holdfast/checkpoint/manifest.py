@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.checkpoint import MANIFEST, METADATA
-from holdfast.errors import CheckpointDamaged
+from holdfast.errors import CheckpointDamaged, CheckpointError
 from holdfast.plain import Plain
 from holdfast.sealed import seal, unseal
 from holdfast.storage.base import checked
@@ -43,10 +43,14 @@ class File:
 
 @dataclass(frozen=True)
 class Part:
-    """The files of one rank, and its directories that hold none."""
+    """The files of one rank, and its directories that hold none.
+
+    `boot` says which start of which machine staged them: until they are durable, they may end with it.
+    """
 
     files: tuple[File, ...]
     directories: tuple[str, ...] = ()
+    boot: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -54,7 +58,8 @@ class Part:
 
     def seal(self) -> bytes:
         files = [file.to_plain() for file in self.files]
-        return seal({"version": VERSION, "files": files, "directories": list(self.directories)})
+        boot = {"boot": self.boot} if self.boot else {}
+        return seal({"version": VERSION, "files": files, "directories": list(self.directories), **boot})
 
     @classmethod
     def unseal(cls, line: bytes) -> Part:
@@ -65,14 +70,18 @@ class Part:
         """
         with _reading():
             value = _known(unseal(line))
-            return cls(tuple(map(File.from_plain, value["files"])), tuple(map(_path, value["directories"])))
+            files, directories = map(File.from_plain, value["files"]), map(_path, value["directories"])
+            return cls(tuple(files), tuple(directories), str(value.get("boot", "")))
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Which report of which attempt of which owner a checkpoint comes from."""
+    """Which report of which attempt of which owner a checkpoint comes from.
 
-    experiment: str
+    The experiment's name is for people: its folder may be renamed, and what is in it comes from where it came.
+    """
+
+    experiment: str = field(compare=False)
     epoch: int
     attempt: int
     report: int
@@ -111,7 +120,8 @@ class Manifest:
         """Returns the manifest that `line` holds.
 
         Raises:
-            CheckpointDamaged: the line is not what was written, or of a format this library does not know.
+            CheckpointDamaged: the line is not what was written.
+            CheckpointError: it is of a format that this version does not know: that is no damage.
         """
         try:
             with _reading():
@@ -124,8 +134,14 @@ class Manifest:
                     metrics=dict(value["metrics"]),
                     time=float(value["time"]),
                 )
+        except _UnknownFormat as error:
+            raise CheckpointError(f"the manifest of {where} was written by a newer holdfast: {error}") from error
         except ValueError as error:
             raise CheckpointDamaged(f"the manifest of {where} cannot be read: {error}") from error
+
+
+class _UnknownFormat(ValueError):
+    """What is sealed is whole, and cannot be understood."""
 
 
 @contextmanager
@@ -141,7 +157,7 @@ def _known(value: Plain) -> dict[str, Plain]:
     if not isinstance(value, dict):
         raise TypeError(f"a {type(value).__name__}, not a dict")
     if value["version"] != VERSION:
-        raise ValueError(
+        raise _UnknownFormat(
             f"it is of format {value['version']!r}, and this version of holdfast reads format {VERSION}: "
             "use the version that wrote it"
         )

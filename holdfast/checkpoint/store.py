@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,11 +33,11 @@ from holdfast.checkpoint.manifest import File, Manifest, Merge, Origin, listed, 
 from holdfast.checkpoint.transfer import FILES, damage, read_durable
 from holdfast.errors import AlreadyExists, CheckpointDamaged, CheckpointError, CheckpointFailed, NotFound
 from holdfast.storage.base import Storage
-from holdfast.storage.local import LocalStorage, rename_exclusive, sync_directory, write_all
+from holdfast.storage.local import LocalStorage, rename_exclusive, sync_directory, translated, write_all
 
 STAGING = ".staging"
-_FORGOTTEN = f"{STAGING}/forgotten"
 _PREFIX = "checkpoint_"
+_FORGOTTEN = ".forgotten_"  # before the name of a checkpoint that is being removed
 
 
 def checkpoint_name(number: int) -> str:
@@ -85,7 +86,7 @@ class _Layout(Protocol):
     def damage(self, manifest: Manifest, *, full: bool) -> list[str]: ...
     def in_use(self, number: int) -> bool: ...
     def remove(self, number: int) -> bool: ...
-    def sweep(self, keep: Iterable[str]) -> None: ...
+    def sweep(self, epoch: int, attempt: int | None) -> None: ...
 
 
 class CheckpointStore:
@@ -148,6 +149,8 @@ class CheckpointStore:
         Raises:
             NotFound: there is no such checkpoint.
             CheckpointDamaged: its manifest is not what was written.
+            CheckpointError: it was written by a newer holdfast.
+            StorageError: it cannot be read now.
         """
         manifest = Manifest.unseal(self._layout.manifest(number), checkpoint_name(number))
         if manifest.number != number:
@@ -171,6 +174,10 @@ class CheckpointStore:
 
         Args:
             full: compare every file's hash; otherwise only sizes.
+
+        Raises:
+            CheckpointError: it was written by a newer holdfast.
+            StorageError: it cannot be read now: nobody knows whether it is whole.
         """
         try:
             return self._layout.damage(self.manifest(number), full=full)
@@ -178,8 +185,6 @@ class CheckpointStore:
             return [f"{checkpoint_name(number)} is missing, or its manifest is"]
         except CheckpointDamaged as error:
             return [str(error)]
-        except OSError as error:
-            return [f"the manifest of {checkpoint_name(number)} cannot be read ({error.strerror})"]
 
     def in_use(self, numbers: Iterable[int]) -> frozenset[int]:
         """Returns those of `numbers` that somebody has open in `as_directory()` now."""
@@ -193,9 +198,26 @@ class CheckpointStore:
         """
         return self._layout.remove(number)
 
-    def sweep(self, keep: Iterable[str] = ()) -> None:
-        """Removes what is staged, but for the attempts `<epoch>/<attempt>` in `keep`. The journal's owner only."""
-        self._layout.sweep(keep)
+    def discard(self, number: int, origin: Origin) -> bool:
+        """Removes what an abandoned report has left under its number; a checkpoint from elsewhere is left alone.
+
+        Returns:
+            False when somebody has it open: to be tried again later.
+
+        Raises:
+            StorageError: it cannot be read now, and so nobody knows where it comes from.
+        """
+        with suppress(NotFound, CheckpointError):  # who cannot say where it comes from is not ours
+            if self.manifest(number).origin == origin:
+                return self.remove(number)
+        return True
+
+    def sweep(self, epoch: int, attempt: int | None) -> None:
+        """Removes what was staged before an attempt, or, when it is None, in this epoch and all before it.
+
+        For the journal's owner, as often and as late as it likes: nothing of a later attempt is touched.
+        """
+        self._layout.sweep(epoch, attempt)
 
     def list(self) -> list[int]:  # the last: below it `list` is no type
         """Returns the numbers under which there is a manifest, whole or not, ascending."""
@@ -228,34 +250,39 @@ class _Directories:
         sync_directory(self._root)  # also of a commit that was made before: its driver may have died before this
 
     def manifest(self, number: int) -> bytes:
-        try:
-            return (self._at(number) / MANIFEST).read_bytes()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotFound(f"there is no checkpoint at {self._at(number)}") from error
+        path = self._at(number) / MANIFEST
+        with translated("read", path):
+            try:
+                return path.read_bytes()
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise NotFound(f"there is no checkpoint at {path.parent}") from error
+            except IsADirectoryError as error:
+                raise CheckpointDamaged(f"the manifest of {checkpoint_name(number)} is a directory") from error
 
     def numbers(self) -> list[int]:
-        return [number for number in self.taken() if (self._at(number) / MANIFEST).exists()]
+        return [number for number in self.taken() if _mode(self._at(number) / MANIFEST)]
 
     def taken(self) -> list[int]:
-        names = os.listdir(self._root) if self._root.exists() else []
-        return sorted(number for name in names if (number := _number_of(name)) is not None)
+        with translated("list", self._root), suppress(FileNotFoundError):
+            names = os.listdir(self._root)
+            return sorted(number for name in names if (number := _number_of(name)) is not None)
+        return []
 
     def damage(self, manifest: Manifest, *, full: bool) -> list[str]:
         at = self._at(manifest.number)
-        missing = [f"the directory {name} is missing" for name in manifest.directories if not (at / name).is_dir()]
-        return missing + damage(at, manifest.files, full=full)
+        missing = [name for name in manifest.directories if not stat.S_ISDIR(_mode(at / name))]
+        return [f"the directory {name} is missing" for name in missing] + damage(at, manifest.files, full=full)
 
     def in_use(self, number: int) -> bool:
         with _held(self._at(number) / MANIFEST) as alone:
             return not alone
 
     def remove(self, number: int) -> bool:
-        away = self._root / _FORGOTTEN / checkpoint_name(number)
+        away = self._root / (_FORGOTTEN + checkpoint_name(number))  # beside it: a full disk takes no new folder
         with _held(self._at(number) / MANIFEST) as alone:
             if not alone:
                 return False
             shutil.rmtree(away, ignore_errors=True)  # half removed before
-            away.parent.mkdir(parents=True, exist_ok=True)
             # Renamed first, and while no reader can come: it finds all of a checkpoint or nothing, never half of it.
             with suppress(FileNotFoundError):
                 rename_exclusive(self._at(number), away)
@@ -263,25 +290,45 @@ class _Directories:
         shutil.rmtree(away, ignore_errors=True)
         return True
 
-    def sweep(self, keep: Iterable[str]) -> None:
+    def sweep(self, epoch: int, attempt: int | None) -> None:
+        first = (epoch + 1, 0) if attempt is None else (epoch, attempt)  # to be left, and all after it
         staging = self._root / STAGING
-        kept = set(keep)
-        for epoch in _folders_in(staging):
-            for attempt in _folders_in(epoch):
-                if f"{epoch.name}/{attempt.name}" not in kept:
-                    shutil.rmtree(attempt, ignore_errors=True)
-            # Never a folder of a live attempt, were it empty: its workers are about to stage there.
-            if not any(name.startswith(f"{epoch.name}/") for name in kept):
-                shutil.rmtree(epoch, ignore_errors=True)
-        if not kept:
-            shutil.rmtree(staging, ignore_errors=True)
+        for of_epoch, in_epoch in _numbered(staging):
+            for of_attempt, in_attempt in _numbered(in_epoch):
+                if (of_epoch, of_attempt) < first:
+                    shutil.rmtree(in_attempt, ignore_errors=True)
+            if of_epoch < first[0]:
+                _remove_empty(in_epoch)
+        _remove_empty(staging)
+        for name in _names_in(self._root):
+            if name.startswith(_FORGOTTEN) and _number_of(name.removeprefix(_FORGOTTEN)) is not None:
+                shutil.rmtree(self._root / name, ignore_errors=True)  # whose owner died in `remove`
 
 
-def _folders_in(folder: Path) -> list[Path]:
+def _mode(path: Path) -> int:
+    """What is there, as stat says; 0: nothing. Not `exists`, for which what cannot be looked at is not there."""
+    with translated("look at", path), suppress(FileNotFoundError, NotADirectoryError):
+        return os.stat(path).st_mode
+    return 0
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    """The folders with a number for a name; others are not ours."""
+    names = [name for name in _names_in(folder) if name.isdecimal() and name == str(int(name))]
+    found = [(int(name), folder / name) for name in names]
+    return [(number, path) for number, path in found if path.is_dir() and not path.is_symlink()]
+
+
+def _names_in(folder: Path) -> list[str]:
     try:
-        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
-    except FileNotFoundError:
+        return os.listdir(folder)
+    except OSError:  # there is none, or the next sweep will see
         return []
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # it is not empty, or gone
+        os.rmdir(folder)
 
 
 @contextmanager
@@ -320,16 +367,17 @@ def _write_durably(path: Path, data: bytes) -> None:
 def _gather(parts: Mapping[int, Path], merged: Merge, target: Path) -> None:
     """Moves the files of all parts into `target`; what an earlier, interrupted call has moved is left where it is."""
     ranks = sorted(parts)
-    first = parts[ranks[0]] / FILES
-    if first.exists():
-        os.rename(first, target)  # the whole directory: most checkpoints have one part
+    with suppress(FileNotFoundError):
+        os.rename(parts[ranks[0]] / FILES, target)  # the whole directory: most checkpoints have one part
     for path, (rank, file) in merged.files.items():
         if rank != ranks[0]:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):
                 os.rename(parts[rank] / FILES / path, target / path)
-        if not os.path.lexists(f"{target}/{path}"):
-            raise CheckpointFailed(f"{path}, staged by rank {rank} with {file.size_bytes} bytes, is gone")
+        try:
+            os.lstat(f"{target}/{path}")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CheckpointFailed(f"{path}, staged by rank {rank} with {file.size_bytes} bytes, is gone") from error
 
 
 class _Objects:
@@ -380,7 +428,7 @@ class _Objects:
             self._storage.delete(entry.path)
         return True
 
-    def sweep(self, keep: Iterable[str]) -> None:
+    def sweep(self, epoch: int, attempt: int | None) -> None:
         """Removes what commits that never came to their manifest have uploaded."""
         whole = set(self.numbers())
         for entry in list(self._storage.list()):

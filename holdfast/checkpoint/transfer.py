@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 from typing import TypeVar
@@ -24,14 +25,24 @@ import xxhash
 from holdfast.checkpoint.checkpoint import MANIFEST, METADATA_UNFINISHED
 from holdfast.checkpoint.manifest import File, Part
 from holdfast.errors import CheckpointFailed
-from holdfast.storage.local import check_written_back, sync_file, sync_filesystem, write_all
+from holdfast.storage.local import (
+    begin_to_write_back,
+    boot_id,
+    check_written_back,
+    storage_error,
+    sync_directory,
+    sync_filesystem,
+    write_all,
+)
 
 PART = "part.json"
 DURABLE = "durable.json"
+UNSYNCED = "unsynced.json"
 FILES = "files"
 _ANEW = "anew"  # not among the user's files, where any name can be theirs
 
 _BLOCK_BYTES = 1 << 20  # stays in the processor's cache between being read, hashed and written
+_SENT_AT_ONCE_BYTES = 16 << 20
 _MANY_FILES = 32  # from here on one syncfs is faster than an fsync for each
 _THREADS = 2
 _WORTH_A_THREAD_BYTES = 8 << 20  # of less work, the start of a thread is the greater part
@@ -145,7 +156,7 @@ def _write_note(path: Path, note: Part) -> None:
 def _described(found: Iterable[_Found]) -> Part:
     entries = list(found)
     files = tuple(File(e.name, e.status.st_size, "", e.status.st_mtime_ns) for e in entries if e.is_file)
-    return Part(files, tuple(e.name for e in entries if not e.is_file))
+    return Part(files, tuple(e.name for e in entries if not e.is_file), boot_id())
 
 
 def _copied(source: Path, found: Sequence[_Found], target: Path) -> Part:
@@ -158,7 +169,7 @@ def _copied(source: Path, found: Sequence[_Found], target: Path) -> Part:
         lambda file: _copy_file(f"{source}/{file.name}", f"{target}/{file.name}", file.name), files, size_bytes
     )
     empty = tuple(e.name for e in found if not e.is_file and not any((target / e.name).iterdir()))
-    return Part(tuple(copies), empty)
+    return Part(tuple(copies), empty, boot_id())
 
 
 def _in_threads(work: Callable[[_Item], _Done], items: Sequence[_Item], size_bytes: int) -> list[_Done]:
@@ -169,15 +180,16 @@ def _in_threads(work: Callable[[_Item], _Done], items: Sequence[_Item], size_byt
 
 
 def _copy_file(source: str, target: str, name: str) -> File:
-    """Copies one file; hashes it on the way unless the file system can share its blocks."""
+    """Copies one file, by sharing its blocks where the file system can. The keeper hashes it: nobody waits for that."""
     with _open_user_file(source) as reading, open(target, "xb", buffering=0) as writing:
         before = os.fstat(reading.fileno())
         os.fchmod(writing.fileno(), stat.S_IMODE(before.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
-        digest = "" if _share_blocks(reading.fileno(), writing.fileno()) else _pour(reading.fileno(), writing.fileno())
+        if not _share_blocks(reading.fileno(), writing.fileno()):
+            _copy_bytes(reading.fileno(), writing.fileno())
         after, copy = os.fstat(reading.fileno()), os.fstat(writing.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or copy.st_size != after.st_size:
         raise CheckpointFailed(f"{name} changed while it was read: close every file before you report its directory")
-    return File(name, copy.st_size, digest, copy.st_mtime_ns)
+    return File(name, copy.st_size, mtime_ns=copy.st_mtime_ns)
 
 
 def _open_user_file(path: str) -> FileIO:
@@ -188,13 +200,25 @@ def _open_user_file(path: str) -> FileIO:
 
 
 def _share_blocks(source: int, target: int) -> bool:
-    import fcntl
-
     try:
         fcntl.ioctl(target, _FICLONE, source)
     except OSError:  # another file system, or one that cannot
         return False
     return True
+
+
+def _copy_bytes(source: int, target: int) -> None:
+    """Copies all bytes of an open file; inside the kernel where it can, which copies them once instead of twice."""
+    if sys.platform != "linux":
+        _pour(source, target)
+        return
+    try:
+        while os.sendfile(target, source, None, _SENT_AT_ONCE_BYTES):
+            pass
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS):
+            raise
+        _pour(source, target)
 
 
 def _pour(source: int, target: int) -> str:
@@ -222,40 +246,44 @@ def _blocks(file: int) -> Iterator[memoryview]:
         yield block[:count]
 
 
-def make_durable(part: Path, known: dict[str, str], *, anew: bool = False) -> Part:
+@dataclass(frozen=True)
+class Tries:
+    """What one try to make a part durable leaves to the next, by the names of files."""
+
+    hashes: dict[str, str] = field(default_factory=dict)
+    unsynced: set[str] = field(default_factory=set)  # their fsync failed
+
+
+def make_durable(part: Path, tries: Tries) -> Part:
     """Makes the bytes of a staged part survive the machine, and writes down their hashes in `durable.json`.
 
     Their names become durable in the commit, which syncs every directory.
 
-    Args:
-        part: the part's directory.
-        known: file name -> hash, kept by the caller from one try to the next.
-        anew: an fsync of this part has failed before. The kernel reports a lost write once and then calls the file
-            clean, so the file is written anew and its hash compared.
+    After a failed fsync the kernel, which says it once, calls a file clean: it is never synced again but written anew,
+    and its hash compared. That a file is such a one is kept in `tries`, and in the part for the next keeper.
 
     Raises:
         CheckpointFailed: a file is not what was staged.
-        OSError: as the file system says; the caller may try again, `anew`.
+        OSError: as the file system says; the caller may try again with the same `tries`.
     """
     with contextlib.suppress(CheckpointFailed):
         return read_durable(part)
-    staged, files = _read_note(part / PART), part / FILES
-    if anew:
+    staged = _read_note(part / PART)
+    if staged.boot != boot_id():
+        staged = _outlived(part / FILES, staged)
+    _recall(part, staged, tries)
+    with _expected_in(part / FILES):
         for file in staged.files:
-            _write_anew(files / file.path, part / _ANEW, file.hash or known.get(file.path, ""))
-    elif staged.size_bytes < _WORTH_A_THREAD_BYTES:
-        _hash_all(files, staged, known)
-        _sync_all(files, staged)
-    else:
-        with ThreadPoolExecutor(1) as pool:
-            syncing = pool.submit(_sync_all, files, staged)
-            _hash_all(files, staged, known)
-            syncing.result()
-    _check_unchanged(files, staged, anew=anew)
+            if file.path in tries.unsynced:
+                _write_anew(part, file, tries.hashes.get(file.path))
+        _hash_and_sync(part, staged, tries)
+        _check_unchanged(part / FILES, staged)
     durable = Part(
-        tuple(replace(file, hash=file.hash or known[file.path]) for file in staged.files), staged.directories
+        tuple(File(file.path, file.size_bytes, tries.hashes[file.path]) for file in staged.files), staged.directories
     )
     _write_note(part / DURABLE, durable)
+    with contextlib.suppress(OSError):
+        os.unlink(part / UNSYNCED)
     return durable
 
 
@@ -271,36 +299,117 @@ def read_durable(part: Path) -> Part:
 def _read_note(path: Path) -> Part:
     try:
         return Part.unseal(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
         raise CheckpointFailed(f"the staged part {path.parent} is not whole: {path.name}: {error}") from error
 
 
-def _hash_all(files: Path, staged: Part, known: dict[str, str]) -> None:
-    for file in staged.files:
-        if not file.hash and file.path not in known:
-            with _expected(file.path):
-                known[file.path] = hash_file(f"{files}/{file.path}")
+def _outlived(files: Path, staged: Part) -> Part:
+    """Returns the part as it lies there now, after its machine went down with what was not yet on the disk.
+
+    Raises:
+        CheckpointFailed: it is not what was staged, or nobody can say.
+    """
+    unknown = [f"{file.path} has no hash" for file in staged.files if not file.hash]
+    problems = unknown or damage(files, staged.files, full=True)
+    if problems:
+        reason = "its bytes cannot be verified" if unknown else "not all of its bytes were on the disk"
+        raise CheckpointFailed(f"{files.parent} was staged before the machine went down, and {reason}: {problems[0]}")
+    # The times of files may be older than their bytes.
+    now = [replace(file, mtime_ns=os.stat(f"{files}/{file.path}").st_mtime_ns) for file in staged.files]
+    return replace(staged, files=tuple(now))
 
 
-def _check_unchanged(files: Path, staged: Part, *, anew: bool) -> None:
-    """Raises CheckpointFailed for what was changed, added or removed since the part was staged, but for its hash."""
+def _recall(part: Path, staged: Part, tries: Tries) -> None:
+    """Takes over what an earlier keeper, now dead, has left to the next try."""
+    tries.hashes.update({file.path: file.hash for file in staged.files if file.hash})
+    try:
+        unsynced = Part.unseal((part / UNSYNCED).read_bytes()).files
+    except FileNotFoundError:
+        return
+    except ValueError:  # torn: it may be any of them
+        unsynced = staged.files
+    tries.unsynced.update(file.path for file in unsynced)
+    for file in unsynced:
+        if file.hash:
+            tries.hashes.setdefault(file.path, file.hash)
+
+
+def _remember(part: Path, staged: Part, tries: Tries) -> None:
+    """Leaves to the next keeper, if the disk still takes it, which files are not to be synced again."""
+    unsynced = [replace(f, hash=tries.hashes.get(f.path, "")) for f in staged.files if f.path in tries.unsynced]
+    with contextlib.suppress(OSError):
+        _write_note(part / UNSYNCED, Part(tuple(unsynced)))
+
+
+def _hash_and_sync(part: Path, staged: Part, tries: Tries) -> None:
+    """Hashes and syncs what has not been written anew.
+
+    Every hash is known before the first fsync: what a file system shows of a file afterwards, if that fails, may be
+    something else. Meanwhile the disk is already at work.
+    """
+    files = [file for file in staged.files if file.path not in tries.unsynced]
+    paths = [f"{part}/{FILES}/{file.path}" for file in files]
+    if staged.size_bytes < _WORTH_A_THREAD_BYTES:
+        _hash_all(files, paths, tries.hashes)
+        sync = _begin_to_sync(part, paths) if len(paths) >= _MANY_FILES else os.fsync
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            beginning = pool.submit(_begin_to_sync, part, paths)
+            _hash_all(files, paths, tries.hashes)
+            sync = beginning.result()
+    for file, path in zip(files, paths, strict=True):
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            sync(opened)
+        except OSError:
+            tries.unsynced.add(file.path)
+            _remember(part, staged, tries)
+            raise
+        finally:
+            os.close(opened)
+
+
+def _hash_all(files: Sequence[File], paths: Sequence[str], hashes: dict[str, str]) -> None:
+    for file, path in zip(files, paths, strict=True):
+        if file.path not in hashes:
+            hashes[file.path] = hash_file(path)
+
+
+def _begin_to_sync(part: Path, paths: Sequence[str]) -> Callable[[int], None]:
+    """Has the system write files; returns what to call for each then: it waits for the file, and says how it went."""
+    if len(paths) >= _MANY_FILES and sys.platform == "linux":
+        with contextlib.suppress(OSError):  # about some file, perhaps not ours: each is asked by itself
+            sync_filesystem(part)
+            return check_written_back
+    else:
+        for path in paths:
+            with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+                begin_to_write_back(file.fileno())
+    return os.fsync
+
+
+def _check_unchanged(files: Path, staged: Part) -> None:
+    """Raises CheckpointFailed for what was changed, added or removed since the part was staged."""
     for file in staged.files:
-        with _expected(file.path):
-            status = os.stat(f"{files}/{file.path}")
-        if not anew and (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-            raise CheckpointFailed(
-                f"{file.path} was still written to after it had been reported: close every file before you call report"
-            )
+        _require_unchanged(file, os.stat(f"{files}/{file.path}"))
     added = _names_below(files).difference(file.path for file in staged.files)
     if added:
         raise CheckpointFailed(f"{min(added)} was added after its directory had been reported: write it before")
 
 
+def _require_unchanged(file: File, status: os.stat_result) -> None:
+    if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+        raise CheckpointFailed(
+            f"{file.path} was still written to after it had been reported: close every file before you call report"
+        )
+
+
 @contextlib.contextmanager
-def _expected(name: str) -> Iterator[None]:
+def _expected_in(files: Path) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
+        name = os.path.relpath(error.filename, files)
         raise CheckpointFailed(f"{name} was removed after it had been reported") from error
 
 
@@ -309,31 +418,24 @@ def _names_below(folder: Path) -> set[str]:
     return {f"{at}/{name}"[cut:] for at, _, names in os.walk(folder) for name in names}
 
 
-def _sync_all(files: Path, staged: Part) -> None:
-    if len(staged.files) < _MANY_FILES or sys.platform != "linux":
-        for file in staged.files:
-            with _expected(file.path):
-                sync_file(f"{files}/{file.path}")
-        return
-    sync_filesystem(files)
-    for file in staged.files:
-        with _expected(file.path):
-            check_written_back(f"{files}/{file.path}")
-
-
-def _write_anew(path: Path, fresh: Path, digest: str) -> None:
+def _write_anew(part: Path, file: File, digest: str | None) -> None:
     """Writes a file a second time, beside the user's files, and puts it in the first one's place."""
-    if not digest:
+    if digest is None:
         raise CheckpointFailed(
-            f"{path.name} could not be written, and what it was before is not known: its fsync failed"
+            f"{file.path} could not be written, and what it was before is not known: its fsync failed"
         )
+    path, fresh = part / FILES / file.path, part / _ANEW
     fresh.unlink(missing_ok=True)
     with open(path, "rb", buffering=0) as reading, open(fresh, "xb", buffering=0) as writing:
-        os.fchmod(writing.fileno(), stat.S_IMODE(os.fstat(reading.fileno()).st_mode))
+        status = os.fstat(reading.fileno())
+        _require_unchanged(file, status)
+        os.fchmod(writing.fileno(), stat.S_IMODE(status.st_mode))
         if _pour(reading.fileno(), writing.fileno()) != digest:
-            raise CheckpointFailed(f"{path.name} could not be written: after a failed fsync its bytes are not the same")
+            raise CheckpointFailed(f"{file.path} could not be written: after a failed fsync its bytes are not the same")
+        os.utime(writing.fileno(), ns=(status.st_atime_ns, file.mtime_ns))  # else its owner would be blamed
         os.fsync(writing.fileno())
     os.replace(fresh, path)
+    sync_directory(path.parent)  # not left to the commit: the old file must never come back under a durable note
 
 
 def damage(directory: Path, files: Sequence[File], *, full: bool) -> list[str]:
@@ -341,21 +443,25 @@ def damage(directory: Path, files: Sequence[File], *, full: bool) -> list[str]:
 
     Args:
         full: compare hashes too, not only sizes.
+
+    Raises:
+        StorageError: a file is there and cannot be read now: nobody knows whether it is whole.
     """
 
     def look(file: File) -> str | None:
+        path = f"{directory}/{file.path}"
         try:
-            status = os.stat(f"{directory}/{file.path}")
+            status = os.stat(path)
             if not stat.S_ISREG(status.st_mode):
                 return f"{file.path} is not a file"
             if status.st_size != file.size_bytes:
                 return f"{file.path} has {status.st_size} bytes, not {file.size_bytes}"
-            if full and hash_file(f"{directory}/{file.path}") != file.hash:
+            if full and hash_file(path) != file.hash:
                 return f"{file.path} has other bytes than were committed"
         except (FileNotFoundError, NotADirectoryError):
             return f"{file.path} is missing"
         except OSError as error:
-            return f"{file.path} cannot be read ({error.strerror})"
+            raise storage_error("read", path, error) from error
         return None
 
     size_bytes = sum(file.size_bytes for file in files) if full else 0

@@ -139,8 +139,9 @@ class RunController:
 
     def obey(self) -> list[events.Event]:
         """Does what the written records say; returns what observers are to hear."""
-        # Who waits is answered first: of the other actions none depends on an answer.
-        for action in sorted(self.state.take_actions(), key=lambda action: not isinstance(action, signals.Answer)):
+        # Who waits is told and answered first: of the other actions none depends on an answer.
+        waiting = (signals.Tell, signals.Answer)
+        for action in sorted(self.state.take_actions(), key=lambda action: not isinstance(action, waiting)):
             getattr(self, "_do_" + type(action).__name__.lower())(action)
         happened, self._events = self._events + self.state.take_events(), []
         return happened
@@ -263,11 +264,11 @@ class RunController:
             if action.in_driver:
                 self._on_disk(self._persist, held.number, rank, self._part(held, rank))
             else:
-                request = keeper.ask(held.number, rank, self._part(held, rank), anew=False)
+                request = keeper.ask(held.number, rank, self._part(held, rank))
                 self._engine.send(self._started_keeper(), request)
 
     def _persist(self, number: int, rank: int, part: Path) -> signals.Event:
-        failure = self._own_keeper.persist(part, anew=False)
+        failure = self._own_keeper.persist(part)
         if failure is None:
             return signals.Durable(now(), number, rank)
         return signals.StorageFailed(now(), number, failure.reason, failure.passing)
@@ -371,11 +372,10 @@ class RunController:
             self._store.discard(action.abandoned, origin)
 
     def _do_sweep(self, action: signals.Sweep) -> None:
-        keep = [] if action.keep_attempt is None else [f"{self._own.epoch}/{action.keep_attempt}"]
-        self._on_disk(self._cleaning, self._sweep, keep)
+        self._on_disk(self._cleaning, self._sweep, action.keep_attempt)
 
-    def _sweep(self, keep: list[str]) -> None:
-        self._store.sweep(keep)
+    def _sweep(self, attempt: int | None) -> None:
+        self._store.sweep(self._own.epoch, attempt)
 
 
 _EPOCH_S = time.time() - time.monotonic()

@@ -26,13 +26,13 @@ def main(channel: Channel, payload: bytes) -> None:
                 pool.submit(_serve, keeper, channel, decode(request))
 
 
-def ask(number: int, rank: int, part: Path, *, anew: bool) -> bytes:
+def ask(number: int, rank: int, part: Path) -> bytes:
     """Returns the message that asks the keeper to make a part durable."""
-    return encode({"number": number, "rank": rank, "part": str(part), "anew": anew})
+    return encode({"number": number, "rank": rank, "part": str(part)})
 
 
 def _serve(keeper: Keeper, channel: Channel, request: Plain) -> None:
-    failure = keeper.persist(Path(request["part"]), anew=request["anew"])
+    failure = keeper.persist(Path(request["part"]))
     answer = {"number": request["number"], "rank": request["rank"]}
     if failure is not None:
         answer.update(error=failure.reason, passing=failure.passing)

@@ -53,11 +53,11 @@ class Driver:
     @classmethod
     def here(cls) -> Driver:
         pid = os.getpid()
-        return cls(os.uname().nodename, _boot_id(), pid, _start_time(pid) or 0)
+        return cls(os.uname().nodename, local.boot_id(), pid, _start_time(pid) or 0)
 
     def is_alive_here(self) -> bool:
         """Whether this very process still runs on this machine; of another machine nobody knows, and it is False."""
-        return self.boot_id == _boot_id() and _start_time(self.pid) == self.start_time
+        return self.boot_id == local.boot_id() and _start_time(self.pid) == self.start_time
 
 
 class Journal:
@@ -621,11 +621,3 @@ def _start_time(pid: int) -> int | None:
 def _start_time_elsewhere(pid: int) -> int | None:
     """Where there is no /proc (macOS) a later process with the same pid is taken for the first one."""
     return 0 if local.pid_exists(pid) else None
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except FileNotFoundError:
-        return os.uname().nodename

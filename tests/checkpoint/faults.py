@@ -14,7 +14,7 @@ import pytest
 
 _OF_THE_SYSTEM = (
     *((os, name) for name in ("open", "read", "readv", "write", "fchmod", "fsync", "link", "listdir", "mkdir")),
-    *((os, name) for name in ("lstat", "rename", "replace", "rmdir", "scandir", "stat", "fstat", "unlink")),
+    *((os, name) for name in ("lstat", "rename", "replace", "rmdir", "scandir", "sendfile", "stat", "fstat", "unlink")),
     (builtins, "open"),
     (io, "open"),
 )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import tempfile
@@ -35,6 +36,7 @@ from tests.checkpoint.store_contract import (
     assert_whole,
     left_of,
     merged,
+    write,
 )
 
 DEADLINE_S = 30
@@ -109,13 +111,30 @@ def test_an_empty_directory_that_is_missing_is_damage(experiment: Experiment) ->
     assert experiment.store().verify(1) == ["the directory hollow/inner is missing"]
 
 
-@pytest.mark.parametrize("name", [MANIFEST, "model.pt"])
-def test_what_cannot_be_read_is_damage(experiment: Experiment, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [(MANIFEST, "the manifest of checkpoint_000001 is a directory"), ("model.pt", "model.pt is not a file")],
+)
+def test_a_directory_in_the_place_of_a_file_is_damage(experiment: Experiment, name: str, problem: str) -> None:
     experiment.committed(1, ONE)
     (root(experiment) / "checkpoint_000001" / name).unlink()
     (root(experiment) / "checkpoint_000001" / name).mkdir()
-    (problem,) = experiment.store().verify(1)
-    assert name in problem or "the manifest of checkpoint_000001 cannot be read (Is a directory)" in problem
+    assert experiment.store().verify(1) == [problem]
+
+
+def test_whatever_call_fails_while_a_checkpoint_is_looked_at_it_is_not_called_damaged_or_missing(
+    experiment: Experiment,
+) -> None:
+    experiment.committed(1, *RANKS)
+    for number in itertools.count():
+        with failing_calls(number, io_error) as calls, contextlib.suppress(StorageError):
+            assert experiment.store().taken() == [1], calls.names[number]
+            assert experiment.store().list() == [1], calls.names[number]
+            assert experiment.store().verify(1) == [], calls.names[number]
+            assert not calls.failed, calls.names[number]
+        if not calls.failed:
+            break
+    assert number > 10
 
 
 def test_an_empty_directory_in_the_place_of_a_checkpoint_is_not_replaced(experiment: Experiment) -> None:
@@ -204,6 +223,7 @@ def test_what_a_reader_has_open_is_not_removed(experiment: Experiment) -> None:
     with experiment.store().open(1).as_directory():
         assert experiment.store().in_use([1, 2]) == {1}
         assert not experiment.store().remove(1)
+        assert not experiment.store().discard(1, experiment.store().manifest(1).origin)
         assert_whole(experiment, 1, [ONE])
     assert experiment.store().in_use([1, 2]) == frozenset()
     assert experiment.store().remove(1)
@@ -264,8 +284,8 @@ def test_what_is_half_removed_is_finished_also_where_renames_are_not_exclusive(
 
     monkeypatch.setattr("holdfast.storage.local._rename_noreplace", not_here)
     experiment.committed(1, ONE)
-    away = root(experiment) / STAGING / "forgotten" / "checkpoint_000001"
-    away.mkdir(parents=True)
+    away = root(experiment) / ".forgotten_checkpoint_000001"
+    away.mkdir()
     (away / "half").write_bytes(b"")
     assert experiment.store().remove(1)
     assert left_of(experiment, 1) == []
@@ -274,29 +294,79 @@ def test_what_is_half_removed_is_finished_also_where_renames_are_not_exclusive(
     assert left_of(experiment, 1) == []
 
 
-def test_a_sweep_removes_all_that_is_staged_but_for_the_attempts_named(experiment: Experiment) -> None:
-    kept, swept = experiment.staged(1, ONE, attempt=2), experiment.staged(2, ONE, attempt=1)
-    away = root(experiment) / STAGING / "forgotten" / "checkpoint_000009"
-    away.mkdir(parents=True)
-    experiment.store().sweep(["1/2"])
-    assert kept.parts[0].exists()
-    assert not swept.parts[0].exists()
-    assert not away.parent.exists()
-    experiment.store().sweep()
+def test_a_full_disk_is_no_obstacle_to_a_removal(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    experiment.committed(1, *RANKS)
+    shutil.rmtree(root(experiment) / STAGING)
+    monkeypatch.setattr(os, "mkdir", full)
+    monkeypatch.setattr(os, "write", full)
+    assert experiment.store().remove(1)
+    assert os.listdir(root(experiment)) == []
+
+
+def test_a_sweep_removes_what_an_earlier_owner_forgot_and_half_removed(experiment: Experiment) -> None:
+    experiment.committed(1, ONE)
+    theirs = [".forgotten_notes", "forgotten_checkpoint_000001"]
+    for name in [".forgotten_checkpoint_000001", ".forgotten_checkpoint_1000000", *theirs]:
+        write(root(experiment) / name, ONE)
+    experiment.store().sweep(1, 2)
+    experiment.store().sweep(1, None)
+    assert sorted(os.listdir(root(experiment))) == sorted(["checkpoint_000001", *theirs])
+    assert_whole(experiment, 1, [ONE])
+
+
+ATTEMPTS = [(1, 2), (2, 1), (2, 2), (2, 10), (3, 1), (10, 1)]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "attempt", "left"),
+    [
+        (2, 2, ATTEMPTS[2:]),
+        (2, 3, ATTEMPTS[3:]),
+        (2, 1, ATTEMPTS[1:]),
+        (1, 1, ATTEMPTS),
+        (2, None, ATTEMPTS[4:]),
+        (9, 1, ATTEMPTS[5:]),
+        (10, None, []),
+    ],
+)
+def test_a_sweep_removes_what_was_staged_before_and_nothing_later_however_late_it_comes(
+    experiment: Experiment, epoch: int, attempt: int | None, left: list[tuple[int, int]]
+) -> None:
+    staging = root(experiment) / STAGING
+    for at in ATTEMPTS:
+        write(staging / str(at[0]) / str(at[1]) / "1" / "0", ONE)
+    experiment.store().sweep(epoch, attempt)
+    assert sorted((int(path.parent.name), int(path.name)) for path in staging.glob("*/*")) == left
+    assert {int(path.name) for path in staging.glob("*")} == {at[0] for at in left}
+    assert staging.exists() == bool(left)
+
+
+def test_a_sweep_leaves_the_folder_of_a_live_attempt_were_it_empty(experiment: Experiment) -> None:
+    live = root(experiment) / STAGING / "1" / "2"
+    live.mkdir(parents=True)
+    experiment.store().sweep(1, 2)
+    assert live.exists()
+    experiment.store().sweep(1, None)
     assert os.listdir(root(experiment)) == []
 
 
 def test_a_sweep_leaves_alone_what_it_does_not_know(experiment: Experiment, tmp_path: Path) -> None:
-    (tmp_path / "user" / "data").mkdir(parents=True)
+    (tmp_path / "user" / "1").mkdir(parents=True)
     staging = root(experiment) / STAGING
-    (staging / "1").mkdir(parents=True)
-    (staging / "note.txt").write_text("a file")
-    (staging / "1" / "note.txt").write_text("a file")
-    (staging / "link").symlink_to(tmp_path / "user")
-    (staging / "1" / "link").symlink_to(tmp_path / "user")
-    experiment.store().sweep()
-    assert (tmp_path / "user" / "data").is_dir()
-    assert (staging / "note.txt").exists()
+    unknown = ["note.txt", "01", "\N{ARABIC-INDIC DIGIT ONE}", "1²", "-1", "model"]
+    for name in unknown:
+        (staging / name / "1").mkdir(parents=True)
+        (staging / "1" / name).mkdir(parents=True)
+    (staging / "2").symlink_to(tmp_path / "user")
+    (staging / "1" / "2").symlink_to(tmp_path / "user")
+    (staging / "1" / "3").write_text("a file")
+    experiment.store().sweep(9, None)
+    assert (tmp_path / "user" / "1").is_dir()
+    assert sorted(os.listdir(staging)) == sorted([*unknown, "1", "2"])
+    assert sorted(os.listdir(staging / "1")) == sorted([*unknown, "2", "3"])
 
 
 # Of objects
@@ -404,7 +474,7 @@ def test_of_many_drivers_at_once_one_wins(objects: Experiment) -> None:
 def test_a_fault_of_any_call_of_a_removal_is_mended_by_the_next_try(objects: Experiment, fault: Fault) -> None:
     storage = memory(objects)
     for number in range(1, 100):
-        objects.committed(number, *RANKS)
+        objects.committed(number, *RANKS, {"-before the manifest in any listing": b""})
         storage.faults = nth = Nth(number - 1, fault)
         with contextlib.suppress(StorageError):
             objects.store().remove(number)
@@ -426,7 +496,7 @@ def test_a_sweep_removes_uploads_that_never_came_to_their_manifest(objects: Expe
         objects.store().commit(commit)
     memory(objects).faults = no_faults
     assert objects.store().taken() == [1, 2]
-    objects.store().sweep()
+    objects.store().sweep(1, None)
     assert objects.store().taken() == [1]
     objects.store().commit(commit)
     assert_whole(objects, 2, [ONE])
@@ -517,7 +587,7 @@ class StoreModel(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         if not self.staged:
-            self.experiment.store().sweep()
+            self.experiment.store().sweep(1, None)
 
     @invariant()
     def every_checkpoint_is_whole_and_no_other_is_listed(self) -> None:

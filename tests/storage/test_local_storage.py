@@ -123,8 +123,12 @@ def test_syncs_work_on_what_is_there_and_raise_on_what_is_not(tmp_path: Path) ->
     local.sync_file(tmp_path / "file")
     local.sync_directory(tmp_path)
     local.sync_filesystem(tmp_path)
-    local.check_written_back(tmp_path / "file")
-    for sync in (local.sync_file, local.sync_directory, local.sync_filesystem, local.check_written_back):
+    with open(tmp_path / "file", "rb") as file:
+        local.begin_to_write_back(file.fileno())
+        local.check_written_back(file.fileno())
+    with pytest.raises(OSError):
+        local.check_written_back(-1)
+    for sync in (local.sync_file, local.sync_directory, local.sync_filesystem):
         with pytest.raises(FileNotFoundError):
             sync(tmp_path / "nothing")
 

@@ -54,7 +54,8 @@ class Lab:
     def damage(self, name: str = "run") -> list[str]:
         """What is wrong with an experiment's checkpoints, and what was left over."""
         store = CheckpointStore(LocalStorage(self.folder / name))
-        left = [f"{item} is left over" for item in (".staging",) if (self.folder / name / item).exists()]
+        at = self.folder / name
+        left = [f"{path.name} is left over" for path in (*at.glob(".staging"), *at.glob(".forgotten_*"))]
         return left + [problem for number in store.list() for problem in store.verify(number)]
 
 
