@@ -40,10 +40,14 @@ class Place:
                 raise TimeoutError(f"{self.there()} of {self.reported} checkpoints after {COMMIT_DEADLINE_S} s")
             time.sleep(0.002)
         os.sync()
-        limits.drop_pages(self.run)
+        for directory in self.checkpoints():
+            limits.drop_pages(directory)
+
+    def checkpoints(self):
+        return list(self.run.glob("checkpoint_[0-9]*"))
 
     def there(self):
-        directories = list(self.run.glob("checkpoint_[0-9]*"))
+        directories = self.checkpoints()
         if GIVES_AWAY:
             return sum((directory / ".holdfast.json").exists() for directory in directories)
         return sum(_size_bytes(directory) >= self.size_bytes for directory in directories)
