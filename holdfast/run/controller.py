@@ -261,11 +261,11 @@ class RunController:
             self._engine.wake()
             return
         for rank in sorted(set(held.ranks) - held.durable):
-            if action.in_driver:
+            process = None if action.in_driver else self._started_keeper()
+            if process is None:
                 self._on_disk(self._persist, held.number, rank, self._part(held, rank))
             else:
-                request = keeper.ask(held.number, rank, self._part(held, rank))
-                self._engine.send(self._started_keeper(), request)
+                self._engine.send(process, keeper.ask(held.number, rank, self._part(held, rank)))
 
     def _persist(self, number: int, rank: int, part: Path) -> signals.Event:
         failure = self._own_keeper.persist(part)
@@ -282,9 +282,11 @@ class RunController:
             return self._store.manifest(held.number).origin == self._origin(held)
         return False
 
-    def _started_keeper(self) -> Process:
+    def _started_keeper(self) -> Process | None:
+        """The keeper's process; None if there is none to be had: this driver can do without."""
         if self._keeper is None:
-            self._keeper = self._engine.start_service(ProcessSpec(entry=KEEPER, payload=b"", name="keeper"))
+            with suppress(EngineError, OSError):
+                self._keeper = self._engine.start_service(ProcessSpec(entry=KEEPER, payload=b"", name="keeper"))
         return self._keeper
 
     def _part(self, held: Held, rank: int) -> Path:
@@ -357,6 +359,8 @@ class RunController:
             return work(*arguments)
         except OSError as error:
             return signals.CleaningFailed(now(), f"{error.filename or self._place.folder} stays: {error.strerror}")
+        except StorageError as error:
+            return signals.CleaningFailed(now(), f"something in {self._place.folder} stays: {error}")
 
     def _remove(self, numbers: Iterable[int]) -> signals.Event | None:
         put_off = tuple(number for number in numbers if not self._store.remove(number))

@@ -835,7 +835,7 @@ class RunState:
         if self.goal == "fail":
             self._record(time, "failed", why=self.reason)
         self._remove_put_off()
-        self._actions.append(Sweep(None))  # last: a removal passes through the staging folder
+        self._actions.append(Sweep(None))  # last: it takes what a removal leaves too
 
     def _finish_or_fail(self, time: float) -> None:
         self._retain(time)
