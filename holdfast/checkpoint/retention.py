@@ -73,6 +73,12 @@ def lookup(metrics: Mapping[str, Any], attribute: str) -> tuple[bool, Any]:
     return False, None
 
 
+def has_score(metrics: Mapping[str, Any], attribute: str) -> bool:
+    """Returns whether there is a number under `attribute`; NaN is one."""
+    found, value = lookup(metrics, attribute)
+    return found and isinstance(value, (int, float))
+
+
 def rank(candidates: Iterable[Candidate], retention: Retention) -> list[int]:
     """Returns the numbers of all candidates, the worst first and the best last; their order of arrival counts nothing.
 
@@ -104,9 +110,9 @@ def forgettable(candidates: Iterable[Candidate], retention: Retention, pinned: C
 def _merit(candidate: Candidate, retention: Retention) -> tuple[int, float, int]:
     if retention.score_attribute is None:
         return _NUMBER, 0, candidate.number
-    found, score = lookup(candidate.metrics, retention.score_attribute)
-    if not found or not isinstance(score, (int, float)):
+    if not has_score(candidate.metrics, retention.score_attribute):
         return _MISSING, 0, candidate.number
+    _, score = lookup(candidate.metrics, retention.score_attribute)
     if score != score:  # not math.isnan, which cannot take an int beyond the range of floats
         return _NAN, 0, candidate.number
     return _NUMBER, score if retention.score_order == "max" else -score, candidate.number

@@ -110,7 +110,7 @@ class InProcessEngine:
     def start_gang(self, ranks: Sequence[ProcessSpec]) -> list[Process]:
         self.check(ranks)
         if self._interrupted:
-            raise EngineError("a worker was to be started in this process, which was interrupted (Ctrl-C)")
+            raise EngineError("stopped by Ctrl-C: what was reported is kept; the same script goes on from there")
         process, channel = self._connect("rank", ranks[0])
         self._calls.put(_Call(process, ranks[0], channel))
         return [process]

@@ -59,7 +59,7 @@ class Ledger:
         Raises:
             EngineError: they do not.
         """
-        Ledger(self._node)._take(ranks, "this machine has", _advice(ranks))
+        Ledger(self._node)._take(ranks, "this machine has", _advice(ranks, self._node))
 
     def take(self, ranks: Sequence[ProcessSpec]) -> list[Share]:
         """Gives each rank its share; all or none.
@@ -106,8 +106,9 @@ class Ledger:
     def _too_few_gpus(self, ranks: Sequence[ProcessSpec], advice: str) -> str:
         there = len(self._node.gpus)
         free = sum(self._gpus_free.values())
-        asked = f"{_workers(ranks)} of {_number(max(rank.gpus for rank in ranks))} GPU need GPUs"
-        return f"{asked}, this machine has {there} and {_number(free)} of them free: {advice}"
+        asked = f"{_workers(ranks)} of {_number(max(rank.gpus for rank in ranks))} GPU"
+        found = f"this machine has {there}" + (f", {_number(free)} of them free" if there else "")
+        return f"{asked} cannot be placed: {found}: {advice}"
 
 
 def _workers(ranks: Sequence[ProcessSpec]) -> str:
@@ -122,10 +123,17 @@ def _asked(ranks: Sequence[ProcessSpec]) -> str:
     return f"{_workers(ranks)}{of} {need} {needed} CPUs"
 
 
-def _advice(ranks: Sequence[ProcessSpec]) -> str:
-    if any(rank.gpus for rank in ranks):
-        return "lower num_workers, or set use_gpu=False or resources_per_worker={'GPU': 0.5}"
-    return "lower num_workers or set resources_per_worker={'CPU': 0.5}"
+def _advice(ranks: Sequence[ProcessSpec], node: Node) -> str:
+    """What would fit: workers that share cores or GPUs, down to a quarter of one; else fewer of them."""
+    fewer = ["lower num_workers"] if len(ranks) > 1 else []
+    if sum(rank.cpus for rank in ranks) > node.cpus:
+        return " or ".join([*fewer, *_smaller("CPU", node.cpus, len(ranks))])
+    return " or ".join([*fewer, "set use_gpu=False", *_smaller("GPU", len(node.gpus), len(ranks))])
+
+
+def _smaller(resource: str, there: float, workers: int) -> list[str]:
+    share = int(min(1.0, there / workers) * 100) / 100
+    return [f"set resources_per_worker={{'{resource}': {_number(share)}}}"] if share > 0 else []
 
 
 def _number(value: float) -> str:

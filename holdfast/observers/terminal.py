@@ -130,10 +130,12 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _reason(text: str) -> str:
-    """Returns a traceback as its last line, the exception; another text as one line."""
+    """Returns a traceback as the line that names its last exception; another text as one line."""
     lines = text.strip().splitlines()
-    is_traceback = any(line.startswith("Traceback (most recent call last)") for line in lines)
-    return _one_line(lines[-1] if is_traceback else text) or "no reason was given"
+    heads = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if heads:  # below the frames, which are indented; a message may have further lines
+        lines = [line for line in lines[heads[-1] + 1 :] if not line.startswith(" ")][:1]
+    return _one_line(" ".join(lines)) or "no reason was given"
 
 
 def _one_line(text: str) -> str:

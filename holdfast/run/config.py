@@ -16,6 +16,9 @@ Resume = Literal["auto", "must", "never", "takeover"]
 Verify = Literal["full", "sizes"]
 
 
+_LONGEST_NAME_BYTES = 200  # what a file system takes is 255, and there is more to be put into some names
+
+
 def default_root() -> Path:
     """Where experiments go without a `storage_path`: `HOLDFAST_STORAGE`, or `~/holdfast_results`."""
     return Path(os.environ.get("HOLDFAST_STORAGE") or "~/holdfast_results").expanduser()
@@ -178,6 +181,8 @@ class RunConfig:
         _require(name is None or isinstance(name, str), f"name is {name!r}; it must be a string")
         plain = name is None or (bool(name) and "/" not in name and "\0" not in name and not name.startswith("."))
         _require(plain, f"name is {name!r}; it must be the name of a folder: not empty, no '/', no '.' at its start")
+        fits = name is None or (name.isprintable() and len(name.encode(errors="replace")) <= _LONGEST_NAME_BYTES)
+        _require(fits, f"name is {name!r}; it must be printable, and at most {_LONGEST_NAME_BYTES} bytes long")
         for value, kind in ((self.failure_config, FailureConfig), (self.checkpoint_config, CheckpointConfig)):
             _require(isinstance(value, kind), f"{value!r} is given where a {kind.__name__} belongs")
         for key, text in self.worker_env.items():

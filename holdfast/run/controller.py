@@ -179,6 +179,8 @@ class RunController:
             self.state.apply(signals.Raised(at, attempt, rank, message["traceback"]))
         elif kind == "publish":
             self._tell_gang({"t": "published", "key": message["key"], "value": message["value"]})
+        elif kind == "warn":
+            self._events.append(events.Warned(message["what"], time=at))
         elif kind == "waiting":
             self._events.append(events.Waiting(message["what"], time=at))
         elif kind == "waited":

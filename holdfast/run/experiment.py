@@ -131,5 +131,6 @@ def _require_same(storage: LocalStorage, there: Plain, kind: str, function_name:
     for what, asked in (("kind", kind), ("function", function_name)):
         if there[what] != asked:
             raise ExperimentError(
-                f"the experiment at {storage.root} has {what} {there[what]!r}, not {asked!r}: choose another name"
+                f"the experiment at {storage.root} has {what} {there[what]!r}, not {asked!r}. Choose another name; to "
+                "go on from a checkpoint there, give it as resume_from_checkpoint"
             )

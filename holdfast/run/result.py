@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.run.state import Record
+from holdfast.checkpoint.retention import Candidate, Retention, best, has_score, rank
+from holdfast.checkpoint.store import CheckpointStore
+from holdfast.errors import ConfigError, ExperimentError, TrainingFailedError
+from holdfast.run.state import Record, RunState
+from holdfast.storage import journal
+from holdfast.storage.local import LocalStorage
 
 if TYPE_CHECKING:
     import pandas
@@ -37,6 +44,45 @@ class Result:
     config: Mapping[str, Any] | None = None
     records: Callable[[], list[Record]] = field(default=list, repr=False, compare=False)
 
+    @classmethod
+    def from_path(cls, path: str | os.PathLike[str]) -> Result:
+        """Opens what a run has kept, finished or not. Nothing is run, nothing is written.
+
+        Raises:
+            ExperimentError: there is no run at `path`.
+        """
+        storage = LocalStorage(os.path.expanduser(path))
+        records = journal.read(storage)
+        about = [record for record in records if record["kind"] == "run"]
+        if not about:
+            raise ExperimentError(f"there is no run at {storage.root}: give the folder that holds its journal")
+        state = RunState(int(about[-1]["world_size"]))
+        for record in records:
+            state.fold(record)
+        result = of_state(state, Retention(**about[-1]["retention"]), CheckpointStore(storage))
+        last = next(record for record in reversed(records) if record["kind"] in ("run", "finished", "failed"))
+        if last["kind"] == "failed":
+            return replace(result, error=TrainingFailedError(last["why"], result=result))
+        return result
+
+    def get_best_checkpoint(self, metric: str, mode: Literal["max", "min"]) -> Checkpoint:
+        """Returns the kept checkpoint with the best `metric`; of equal ones the most recent.
+
+        Args:
+            metric: its name; `"eval/loss"` finds nested ones.
+            mode: `"max"` or `"min"`.
+
+        Raises:
+            ConfigError: no kept checkpoint was reported with it, or `mode` is neither.
+        """
+        retention = Retention(None, metric, mode)
+        kept = dict(enumerate(self.best_checkpoints))
+        scored = [Candidate(n, metrics) for n, (_, metrics) in kept.items() if has_score(metrics, metric)]
+        if not scored:
+            there = sorted({name for _, metrics in self.best_checkpoints for name in metrics})
+            raise ConfigError(f"no kept checkpoint has a number {metric!r}; there are: {', '.join(there) or 'none'}")
+        return kept[rank(scored, retention)[-1]][0]
+
     @property
     def metrics_dataframe(self) -> pandas.DataFrame:
         """All reports of rank 0 as a table, one row for each step: what a later attempt did again is there once.
@@ -51,6 +97,20 @@ class Result:
         return pandas.DataFrame(history(self.records()))
 
 
+def of_state(state: RunState, retention: Retention, store: CheckpointStore) -> Result:
+    """Returns what a run in this state has kept; a store in a directory."""
+    metrics = {held.number: held.metrics for held in state.committed}
+    newest = max(metrics, default=None)
+    return Result(
+        metrics=state.metrics,
+        checkpoint=None if newest is None else store.open(newest),
+        best_checkpoints=[(store.open(number), metrics[number]) for number in best(state.candidates, retention)],
+        path=str(getattr(store.storage, "root", store.storage.url)),
+        return_value=state.return_value,
+        records=functools.partial(journal.read, store.storage),
+    )
+
+
 def history(records: list[Record]) -> list[dict[str, Any]]:
     """Returns the metrics of each step, in order, with `training_iteration`, `attempt` and `timestamp`.
 
@@ -63,7 +123,8 @@ def history(records: list[Record]) -> list[dict[str, Any]]:
         elif record["kind"] in ("report", "staged"):
             step = record["iteration"]
             origin = {"training_iteration": step, "attempt": record["attempt"], "timestamp": record["time"]}
-            rows[step] = {**_flat(record["metrics"]), **origin}
+            flat = _flat(record["metrics"])
+            rows[step] = {**flat, **origin, **flat}  # the user's metric goes before a column of ours with its name
     return [row for _, row in sorted(rows.items())]
 
 

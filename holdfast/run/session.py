@@ -132,7 +132,9 @@ class Session:
         self._reports = 0
         self._answers: dict[int, Plain] = {}
         self._published: dict[str, Plain] = {}
-        self._given: list[Path] = []
+        self._given: list[Path] = []  # directories of `checkpoint_dir` that were not reported
+        self._told_unreported = False
+        self._pid = os.getpid()
         self._lock = threading.RLock()  # a training function may report from a thread of its own
 
     # ---- what users call
@@ -172,6 +174,7 @@ class Session:
 
     @contextlib.contextmanager
     def checkpoint_dir(self) -> Iterator[str]:
+        self._drop_given()
         folder = self._staging / "new"
         folder.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=f"rank{self._rank}-", dir=folder))
@@ -180,8 +183,12 @@ class Session:
         try:
             yield str(fresh)
         except BaseException:
-            self._drop_given()
+            shutil.rmtree(fresh, ignore_errors=True)
             raise
+
+    def close(self) -> None:
+        """Ends what the training function has begun: it has returned."""
+        self._drop_given()
 
     # ---- what frameworks and the worker's entry call
 
@@ -194,6 +201,11 @@ class Session:
             while key not in self._published:
                 self._listen(None)
             return self._published[key]
+
+    @property
+    def is_of_another_process(self) -> bool:
+        """Whether this is a fork's copy of its parent's session: their messages would mix."""
+        return os.getpid() != self._pid
 
     @property
     def scratch(self) -> Path:
@@ -234,7 +246,12 @@ class Session:
         return size_bytes
 
     def _drop_given(self) -> None:
+        """Removes what was written to be reported, and never was: most likely `checkpoint=` was forgotten."""
         for folder in self._given:
+            if folder.exists() and any(folder.iterdir()) and not self._told_unreported:
+                self._told_unreported = True
+                what = "what was written into a checkpoint_dir() was never reported, and is removed: pass it on with "
+                self.send({"t": "warn", "what": f"rank {self._rank}: {what}report(metrics, checkpoint=...)"})
             shutil.rmtree(folder, ignore_errors=True)
         self._given.clear()
 
@@ -273,8 +290,11 @@ def _directory_of(checkpoint: Checkpoint) -> Path:
         )
     path = Path(checkpoint.path)
     if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise CheckpointFailed(f"the checkpoint directory {path} {what}: report it before it is removed")
+        if path.exists():
+            raise CheckpointFailed(
+                f"the checkpoint {path} is a file: put it into a directory of its own, and report that"
+            )
+        raise CheckpointFailed(f"the checkpoint directory {path} does not exist: report it before it is removed")
     return path
 
 
@@ -309,6 +329,10 @@ def current(what: str) -> Session:
     Raises:
         OutsideRunError: there is none; `what` was called.
     """
+    if _session is not None and _session.is_of_another_process:
+        raise OutsideRunError(
+            f"{what} was called in a process that the training function has forked: call it in the worker itself"
+        )
     if _session is None:
         raise OutsideRunError(
             f"{what} was called outside a run: call it in the training function that you give to a trainer, "

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from msgspec import Struct, field
 
 from holdfast import events
-from holdfast.checkpoint.retention import Candidate, forgettable, lookup
+from holdfast.checkpoint.retention import Candidate, forgettable, has_score
 from holdfast.errors import JournalDamaged
 from holdfast.run.config import CheckpointConfig, FailureConfig
 from holdfast.run.policies import after_failure
@@ -311,7 +311,7 @@ class RunState:
         held.committed = True
         held.size_bytes = record["size_bytes"]
         attribute = self._checkpoint_config.checkpoint_score_attribute
-        self.scored = self.scored or (attribute is not None and lookup(held.metrics, attribute)[0])
+        self.scored = self.scored or (attribute is not None and has_score(held.metrics, attribute))
 
     def _fold_abandoned(self, record: Record) -> None:
         del self.held[record["number"]], self.staged[record["number"]]
@@ -593,14 +593,14 @@ class RunState:
 
     def _say_missing_attribute(self, time: float, held: Held) -> None:
         attribute = self._checkpoint_config.checkpoint_score_attribute
-        if attribute is None or self._told_missing_attribute or lookup(held.metrics, attribute)[0]:
+        if attribute is None or self._told_missing_attribute or has_score(held.metrics, attribute):
             return
         self._told_missing_attribute = True
         there = ", ".join(sorted(held.metrics)) or "none"
         self._warn(
             time,
-            f"checkpoint {held.number} was reported without {attribute!r}, by which the best are kept: it ranks below "
-            f"all that have it (metrics that were there: {there})",
+            f"checkpoint {held.number} was reported without a number {attribute!r}, by which the best are kept: it "
+            f"ranks below all that have it (metrics that were there: {there})",
         )
 
     def _persist(self, time: float, held: Held) -> None:

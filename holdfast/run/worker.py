@@ -38,6 +38,7 @@ def main(channel: Channel, payload: bytes) -> None:
     except (Exception, SystemExit) as error:  # a KeyboardInterrupt in this process is for the debugger's user
         _tell_raised(session, error)
     else:
+        session.close()
         session.send({"t": "returned", "value": _plain_or_none(value)})
 
 
@@ -45,7 +46,12 @@ def _call(session: Session, function: bytes) -> object:
     with entered(session):
         train_loop, config = pickle.loads(function)
         _adopt_main(train_loop)
-        return call_with(train_loop, config)
+        try:
+            return call_with(train_loop, config)
+        except SystemExit as end:
+            if end.code:
+                raise
+            return None  # as a script that calls sys.exit() has succeeded
 
 
 def call_with(train_loop: Callable[..., object], config: Mapping[str, Any] | None) -> object:
@@ -94,9 +100,9 @@ def _plain_or_none(value: object) -> Plain:
 
 def _tell_raised(session: Session, error: BaseException) -> None:
     text = users_traceback(error)
-    session.send({"t": "raised", "traceback": text})  # before the log, whose disk may be full
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the log's disk may be full
         print(text, file=sys.stderr, flush=True)
+    session.send({"t": "raised", "traceback": text})  # last: it has this process ended
 
 
 def users_traceback(error: BaseException) -> str:

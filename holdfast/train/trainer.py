@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import signal
 import sys
@@ -17,7 +16,6 @@ from typing import Any, NoReturn
 
 from holdfast import events
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.retention import best
 from holdfast.checkpoint.store import CheckpointStore
 from holdfast.engines.base import Engine, ProcessSpec
 from holdfast.engines.in_process import InProcessEngine
@@ -29,7 +27,7 @@ from holdfast.run import experiment
 from holdfast.run.config import RunConfig, RunSpec, ScalingConfig
 from holdfast.run.controller import WORKER, Ownership, Place, RunController, now
 from holdfast.run.experiment import Experiment
-from holdfast.run.result import Result
+from holdfast.run.result import Result, of_state
 from holdfast.run.worker import takes_config
 from holdfast.storage import journal
 from holdfast.storage.journal import Journal, Record
@@ -149,8 +147,8 @@ def _carry_out(spec: RunSpec, found: Experiment, config: RunConfig, engine: Engi
         observers: list[events.Observer] = [TerminalObserver(sys.stdout, config.verbose)]
         began = now()
         _deliver(observers, [events.RunStarted(found.name, str(found.root), found.exists, spec.world_size, time=began)])
-        with _following(place, spec, config.verbose), _interruptible(engine) as interrupted:
-            _drive(controller, owned, observers, interrupted)
+        with _following(place, spec, config.verbose) as logs, _interruptible(engine) as interrupted:
+            _drive(controller, owned, [logs, *observers], interrupted)
         owned.sync()
         result = _result(spec, place, store, controller)
         _deliver(observers, [_last_event(controller, result, began)])
@@ -246,6 +244,7 @@ def _about(spec: RunSpec, found: Experiment) -> dict[str, Any]:
         "world_size": spec.world_size,
         "resources": {"CPU": spec.scaling.cpus_per_worker, "GPU": spec.scaling.gpus_per_worker},
         "resumed": found.exists,
+        "retention": vars(spec.checkpoints.retention),
     }
 
 
@@ -254,50 +253,46 @@ def _deliver(observers: Sequence[events.Observer], happened: Sequence[events.Eve
         events.deliver(observers, event)
 
 
+class _LogsFirst:
+    """Shows what workers have printed before it is said that they failed, or have finished."""
+
+    def __init__(self, follower: LogFollower | None) -> None:
+        self._follower = follower
+
+    def on_event(self, event: events.Event) -> None:
+        if self._follower and isinstance(event, (events.AttemptFailed, events.RunFailed, events.RunFinished)):
+            self._follower.drain()
+
+
 @contextlib.contextmanager
-def _following(place: Place, spec: RunSpec, verbose: int) -> Iterator[None]:
+def _following(place: Place, spec: RunSpec, verbose: int) -> Iterator[_LogsFirst]:
     if verbose == 0 or spec.scaling.num_workers == 0:
-        yield
+        yield _LogsFirst(None)
         return
     ranks = range(spec.world_size)
     stdout, stderr = ({rank: place.log(rank, stream) for rank in ranks} for stream in ("stdout", "stderr"))
     follower = LogFollower(stdout, stderr)
     follower.start()
     try:
-        yield
+        yield _LogsFirst(follower)
     finally:
         follower.stop()
 
 
 def _result(spec: RunSpec, place: Place, store: CheckpointStore, controller: RunController) -> Result:
     state = controller.state
-    metrics = {held.number: held.metrics for held in state.committed}
-    kept = best(state.candidates, spec.checkpoints.retention)
-    newest = state.committed[-1:]
-    result = Result(
-        metrics=state.metrics,
-        checkpoint=store.open(newest[0].number) if newest else None,
-        best_checkpoints=[(store.open(number), metrics[number]) for number in kept],
-        path=str(place.folder),
-        return_value=state.return_value if state.goal == "finish" else None,
-        config=spec.config,
-        records=functools.partial(journal.read, store.storage),
-    )
+    result = replace(of_state(state, spec.checkpoints.retention, store), config=spec.config)
     if state.goal == "finish":
         return result
-    error = TrainingFailedError(
-        _failure_message(state.reason, state.failures, place), result=result, failures=state.failures
-    )
-    failed = replace(result, error=error)
-    error.result = failed
+    message = _failure_message(state.reason, state.failures, place)
+    error = TrainingFailedError(message, result=result, failures=state.failures)
+    error.result = failed = replace(result, error=error)
     return failed
 
 
 def _failure_message(reason: str, failures: Mapping[int, str], place: Place) -> str:
     ranks = "".join(f"\n\nrank {rank}:\n{text}" for rank, text in sorted(failures.items()))
-    return (
-        f"{reason}.{ranks}\n\nWhat was committed is kept in {place.folder}; a fit under the same name goes on from it."
-    )
+    return f"{reason}.{ranks}\n\nWhat was committed is kept in {place.folder}."
 
 
 def _last_event(controller: RunController, result: Result, began: float) -> events.Event:
@@ -316,8 +311,9 @@ def _of_kind(value: Any, kind: type[Any]) -> Any:
 
 
 def _require_callable(train_loop: object) -> None:
-    if not callable(train_loop):
-        raise ConfigError(f"train_loop_per_worker is a {type(train_loop).__name__}; it must be a function")
+    if not callable(train_loop) or isinstance(train_loop, type):
+        what = f"the class {train_loop.__name__}" if isinstance(train_loop, type) else f"a {type(train_loop).__name__}"
+        raise ConfigError(f"train_loop_per_worker is {what}; it must be a function, or an object that can be called")
     try:
         takes_config(train_loop)
     except TypeError as error:

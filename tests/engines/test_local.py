@@ -382,7 +382,7 @@ def test_what_others_have_is_not_given_twice_and_comes_back(engine: LocalEngine)
 
 
 def test_too_many_gpus_are_refused(engine: LocalEngine) -> None:
-    with pytest.raises(EngineError, match=r"2 workers of 1 GPU need GPUs, this machine has 0"):
+    with pytest.raises(EngineError, match=r"2 workers of 1 GPU cannot be placed: this machine has 0"):
         engine.check([echo(gpus=1)] * 2)
 
 

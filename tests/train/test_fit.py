@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import train
-from holdfast.errors import OutsideRunError
+from holdfast.errors import ConfigError, ExperimentError, OutsideRunError
 from holdfast.train import Checkpoint, CheckpointConfig, FailureConfig, TrainingFailedError
 from tests.train import loops
 
@@ -241,3 +241,63 @@ def test_the_journal_is_json_that_people_can_read(lab):
     lines = (lab.folder / "run/journal/00000001.jsonl").read_text().splitlines()
     kinds = [json.loads(line)[2]["kind"] for line in lines]
     assert kinds == ["owner", "previous", "run", "attempt", "staged", "committed", "finished", "closed"]
+
+
+def forgets_the_checkpoint(config):
+    with train.checkpoint_dir() as folder:
+        Path(folder, "weights").write_text("x")
+        train.report({"loss": 1.0})
+
+
+def test_a_checkpoint_that_was_written_and_never_reported_is_said(lab, capsys):
+    lab.fit(forgets_the_checkpoint, workers=1, verbose=1)
+    assert "never reported" in capsys.readouterr().out
+    assert lab.damage() == []
+
+
+def exits(config):
+    train.report({"step": 0})
+    raise SystemExit(config["status"])
+
+
+def test_sys_exit_without_a_status_is_a_return_and_with_one_a_failure(lab):
+    assert lab.fit(exits, {"status": 0}, workers=1).metrics == {"step": 0}
+    with pytest.raises(TrainingFailedError, match="SystemExit: 3"):
+        lab.fit(exits, {"status": 3}, workers=1)
+
+
+def reports_from_a_fork(config):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            train.report({"from": "the fork"})
+        except OutsideRunError:
+            os._exit(7)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    train.report({"status": os.waitstatus_to_exitcode(status)})
+
+
+def test_a_report_from_a_process_that_was_forked_is_refused(lab):
+    assert lab.fit(reports_from_a_fork, workers=1).metrics == {"status": 7}
+
+
+def test_a_run_is_opened_again_without_running_anything(lab):
+    checkpoints = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
+    metrics = [{"loss": value} for value in (0.5, 0.1, 0.3, 0.9)]
+    result = lab.fit(loops.saves_with_metrics, {"metrics": metrics}, workers=1, checkpoints=checkpoints)
+    opened = train.Result.from_path(result.path)
+    assert opened.metrics == {"loss": 0.9}
+    assert opened.checkpoint == result.checkpoint
+    assert opened.best_checkpoints == result.best_checkpoints
+    assert opened.get_best_checkpoint("loss", "min") == result.best_checkpoints[-1][0]
+    with pytest.raises(ConfigError, match="there are: loss"):
+        opened.get_best_checkpoint("accuracy", "max")
+    with pytest.raises(ExperimentError, match="no run at"):
+        train.Result.from_path(lab.notes)
+
+
+def test_a_failed_run_that_is_opened_again_says_why(lab):
+    with pytest.raises(TrainingFailedError):
+        lab.fit(loops.count, {"steps": 3, "fail_at": 1})
+    assert "max_failures=0" in str(train.Result.from_path(lab.folder / "run").error)
