@@ -27,8 +27,9 @@ from holdfast.errors import EngineError, HoldfastError, OwnershipLost, StorageEr
 from holdfast.plain import decode, encode
 from holdfast.run import keeper, signals
 from holdfast.run.config import RunSpec
+from holdfast.run.folded import Held, Record
 from holdfast.run.session import Assignment, StorageContext, TrainContext
-from holdfast.run.state import Held, Record, RunState
+from holdfast.run.state import RunState
 from holdfast.run.worker import pack
 from holdfast.storage.local import storage_error
 
@@ -255,7 +256,7 @@ class RunController:
         self._engine.send(self._gang[rank], encode(message))
 
     def _do_persist(self, action: signals.Persist) -> None:
-        held = self.state.held.get(action.number)
+        held = self.state.folded.held.get(action.number)
         if held is None:
             return
         if held.epoch != self._own.epoch and self._is_published(held):  # by a driver that died before it wrote so
@@ -312,10 +313,12 @@ class RunController:
         self._disk.submit(run)
 
     def _do_makecommit(self, action: signals.MakeCommit) -> None:
-        held = self.state.held.get(action.number)
+        held = self.state.folded.held.get(action.number)
         if held is not None:
             parts = {rank: self._part(held, rank) for rank in held.ranks}
-            retained = [] if self._spec.checkpoints.num_to_keep is None else [h.number for h in self.state.committed]
+            retained = (
+                [] if self._spec.checkpoints.num_to_keep is None else [h.number for h in self.state.folded.committed]
+            )
             commit = Commit(held.number, self._origin(held), parts, held.metrics)
             self._on_disk(self._commit, commit, retained)
 

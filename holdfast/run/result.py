@@ -12,7 +12,7 @@ from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.retention import Candidate, Retention, best, has_score, rank
 from holdfast.checkpoint.store import CheckpointStore
 from holdfast.errors import ConfigError, ExperimentError, TrainingFailedError
-from holdfast.run.state import Record, RunState
+from holdfast.run.folded import Folded, Record
 from holdfast.storage import journal
 from holdfast.storage.local import LocalStorage
 
@@ -56,10 +56,10 @@ class Result:
         about = [record for record in records if record["kind"] == "run"]
         if not about:
             raise ExperimentError(f"there is no run at {storage.root}: give the folder that holds its journal")
-        state = RunState(int(about[-1]["world_size"]))
+        folded = Folded()
         for record in records:
-            state.fold(record)
-        result = of_state(state, Retention(**about[-1]["retention"]), CheckpointStore(storage))
+            folded.add(record)
+        result = result_of(folded, Retention(**about[-1]["retention"]), CheckpointStore(storage))
         last = next(record for record in reversed(records) if record["kind"] in ("run", "finished", "failed"))
         if last["kind"] == "failed":
             return replace(result, error=TrainingFailedError(last["why"], result=result))
@@ -97,16 +97,16 @@ class Result:
         return pandas.DataFrame(history(self.records()))
 
 
-def of_state(state: RunState, retention: Retention, store: CheckpointStore) -> Result:
-    """Returns what a run in this state has kept; a store in a directory."""
-    metrics = {held.number: held.metrics for held in state.committed}
+def result_of(folded: Folded, retention: Retention, store: CheckpointStore) -> Result:
+    """Returns what a run has kept; a store in a directory."""
+    metrics = {held.number: held.metrics for held in folded.committed}
     newest = max(metrics, default=None)
     return Result(
-        metrics=state.metrics,
+        metrics=folded.metrics,
         checkpoint=None if newest is None else store.open(newest),
-        best_checkpoints=[(store.open(number), metrics[number]) for number in best(state.candidates, retention)],
+        best_checkpoints=[(store.open(number), metrics[number]) for number in best(folded.candidates, retention)],
         path=str(getattr(store.storage, "root", store.storage.url)),
-        return_value=state.return_value,
+        return_value=folded.return_value,
         records=functools.partial(journal.read, store.storage),
     )
 

@@ -20,9 +20,9 @@ from typing import Any, Literal
 from msgspec import Struct, field
 
 from holdfast import events
-from holdfast.checkpoint.retention import Candidate, forgettable, has_score
-from holdfast.errors import JournalDamaged
+from holdfast.checkpoint.retention import forgettable, has_score
 from holdfast.run.config import CheckpointConfig, FailureConfig
+from holdfast.run.folded import Folded, Held, Record
 from holdfast.run.policies import after_failure
 from holdfast.run.signals import (
     Action,
@@ -56,7 +56,6 @@ from holdfast.run.signals import (
     Tick,
 )
 
-Record = dict[str, Any]
 Phase = Literal["settling", "looking", "running", "stopping", "ended"]
 Goal = Literal["go on", "finish", "fail"]
 
@@ -67,29 +66,6 @@ CATCH_UP_S = 5.0  # after a failure: for the other ranks' reports that the faile
 KEEPER_DEATHS_LIMIT = 5  # in a row; then the driver does its work itself
 RECORD_AFTER_S = 1.0  # metrics of rank 0 do not wait longer for those of other ranks
 SLOWEST_DISK_BYTES_S = 10e6  # nobody is ended for being as slow as this
-
-
-class Held(Struct):
-    """A checkpoint that was staged and is not forgotten."""
-
-    number: int
-    epoch: int
-    attempt: int
-    report: int
-    iteration: int
-    ranks: tuple[int, ...]
-    metrics: Mapping[str, Any]
-    size_bytes: int
-    committed: bool = False
-    committing: bool = False
-    durable: set[int] = field(default_factory=set)
-    staged_at: float = 0.0
-    asked_at: float | None = None  # when the keeper was asked for it
-    missed: bool = False  # whether it was said that the keeper takes long
-
-    @property
-    def is_durable(self) -> bool:
-        return self.committed or self.durable.issuperset(self.ranks)
 
 
 class _Rank(Struct):
@@ -155,17 +131,7 @@ class RunState:
         self._failure_config = failures or FailureConfig()
         self._checkpoint_config = checkpoints or CheckpointConfig()
         self._report_timeout_s = report_timeout_s
-        # The fold of the records.
-        self.held: dict[int, Held] = {}
-        self.staged: dict[int, Held] = {}  # those of `held` that are not committed, the oldest first
-        self.damaged: dict[int, str] = {}
-        self.next_number = 0
-        self.skipped: list[range] = []  # numbers below `next_number` that were never given
-        self.attempt = 0
-        self.iteration = 0
-        self.metrics: Mapping[str, Any] = {}
-        self.return_value: Any = None
-        self.scored = False
+        self.folded = Folded(self._checkpoint_config.checkpoint_score_attribute)
         # This driver's.
         self.phase: Phase = "settling"
         self.goal: Goal = "go on"
@@ -194,15 +160,6 @@ class RunState:
         self._events: list[events.Event] = []
 
     # ---- what others read
-
-    @property
-    def committed(self) -> list[Held]:
-        """The checkpoints that exist, the newest last."""
-        return [held for _, held in sorted(self.held.items()) if held.committed]
-
-    @property
-    def candidates(self) -> list[Candidate]:
-        return [Candidate(held.number, held.metrics) for held in self.committed]
 
     def take_records(self) -> list[Record]:
         """Returns the records that are due, and forgets them: they must be written before any action is taken."""
@@ -245,7 +202,7 @@ class RunState:
         return [(since, self._report_timeout_s if self._told_leaving else NAME_MISSING_AFTER_S)]
 
     def _asked_for(self) -> list[Held]:
-        return [held for held in self.staged.values() if held.asked_at is not None and not held.is_durable]
+        return [held for held in self.folded.staged.values() if held.asked_at is not None and not held.is_durable]
 
     def _patience_s(self, held: Held) -> float:
         """How long the keeper may take: until that is said, and then until it is ended."""
@@ -267,69 +224,12 @@ class RunState:
 
     def fold(self, record: Record) -> None:
         """Takes in one record of the journal."""
-        fold = getattr(self, f"_fold_{record.get('kind')}", None)
-        if fold is None:  # records that carry no state: `run`, `attempt_failed`
-            return
-        try:
-            fold(record)
-        except (KeyError, TypeError, ValueError) as error:
-            raise JournalDamaged(f"the record {record!r} does not fit the ones before it ({error!r})") from error
+        self.folded.add(record)
 
     def _record(self, time: float, kind: str, **values: Any) -> None:
         record = {"kind": kind, "time": time, **values}
         self._records.append(record)
         self.fold(record)
-
-    def _fold_attempt(self, record: Record) -> None:
-        self.attempt = int(record["attempt"])
-        self.iteration = int(record["iteration"])
-
-    def _fold_report(self, record: Record) -> None:
-        if record["iteration"] >= self.iteration:  # else rank 0, which did not wait, has been further already
-            self.iteration = record["iteration"]
-            self.metrics = record["metrics"]
-
-    def _fold_staged(self, record: Record) -> None:
-        self._fold_report(record)
-        number = int(record["number"])
-        self.next_number = max(self.next_number, number + 1)
-        # Whole numbers only: they are made into paths, and a journal may come from anywhere.
-        self.held[number] = self.staged[number] = Held(
-            number=number,
-            epoch=int(record["epoch"]),
-            attempt=int(record["attempt"]),
-            report=int(record["report"]),
-            iteration=int(record["iteration"]),
-            ranks=tuple(int(rank) for rank in record["parts"]),
-            metrics=record["metrics"],
-            size_bytes=record["size_bytes"],
-            staged_at=record["time"],
-        )
-
-    def _fold_committed(self, record: Record) -> None:
-        held = self.staged.pop(record["number"])
-        held.committed = True
-        held.size_bytes = record["size_bytes"]
-        attribute = self._checkpoint_config.checkpoint_score_attribute
-        self.scored = self.scored or (attribute is not None and has_score(held.metrics, attribute))
-
-    def _fold_abandoned(self, record: Record) -> None:
-        del self.held[record["number"]], self.staged[record["number"]]
-
-    def _fold_damaged(self, record: Record) -> None:
-        del self.held[record["number"]]
-        self.damaged[record["number"]] = record["why"]
-
-    def _fold_forgotten(self, record: Record) -> None:
-        for number in record["numbers"]:
-            del self.held[number]
-
-    def _fold_skipped(self, record: Record) -> None:
-        self.skipped.append(range(self.next_number, record["next_number"]))
-        self.next_number = record["next_number"]
-
-    def _fold_finished(self, record: Record) -> None:
-        self.return_value = record["return_value"]
 
     # ---- events
 
@@ -342,26 +242,21 @@ class RunState:
         self._move_on(event.time)
 
     def _is_current(self, event: RankEvent) -> bool:
-        return event.attempt == self.attempt and self.phase in ("running", "stopping")
+        return event.attempt == self.folded.attempt and self.phase in ("running", "stopping")
 
     def _on_begun(self, event: Begun) -> None:
-        unknown = [number for number in event.taken if number >= self.next_number]
+        unknown = [number for number in event.taken if number >= self.folded.next_number]
         if unknown:
             self._record(event.time, "skipped", next_number=max(unknown) + 1)
             names = ", ".join(map(str, unknown))
             self._warn(
                 event.time, f"checkpoints {names} are in the way: no journal has given these numbers; left alone"
             )
-        let_go = [number for number in event.present if self._was_let_go(number)]
+        let_go = [number for number in event.present if self.folded.was_let_go(number)]
         if let_go:
             self._actions.append(Remove(tuple(let_go)))  # the deletion is finished
-        for held in self.staged.values():
+        for held in self.folded.staged.values():
             self._persist(event.time, held)
-
-    def _was_let_go(self, number: int) -> bool:
-        """Whether the journal gave this number and has forgotten or abandoned it."""
-        given = number < self.next_number and not any(number in skipped for skipped in self.skipped)
-        return given and number not in self.held and number not in self.damaged
 
     def _on_looked(self, event: Looked) -> None:
         if self.phase != "looking":
@@ -373,7 +268,7 @@ class RunState:
             self._events.append(events.DamageFound(event.number, why, time=event.time))
             self._look_or_start(event.time)
         else:
-            self._start_attempt(event.time, self.held[event.number])
+            self._start_attempt(event.time, self.folded.held[event.number])
 
     def _on_lookfailed(self, event: LookFailed) -> None:
         if self.phase == "looking":
@@ -384,13 +279,13 @@ class RunState:
                 self._try_again(event.time, event.number, event.reason)
 
     def _look_or_start(self, time: float) -> None:
-        newest = self.committed[-1:]
+        newest = self.folded.committed[-1:]
         if newest:
             self.phase = "looking"
             self._actions.append(Look(newest[0].number))
-        elif self.damaged:
+        elif self.folded.damaged:
             self.phase, self.goal = "settling", "fail"
-            numbers = ", ".join(map(str, sorted(self.damaged)))
+            numbers = ", ".join(map(str, sorted(self.folded.damaged)))
             self.reason = (
                 f"every checkpoint is damaged ({numbers}): restore one from a copy, or begin under another name"
             )
@@ -403,7 +298,7 @@ class RunState:
         self._record(
             time,
             "attempt",
-            attempt=self.attempt + 1,
+            attempt=self.folded.attempt + 1,
             epoch=self._epoch,
             checkpoint=self.start,
             iteration=self._base_iteration,
@@ -415,11 +310,11 @@ class RunState:
         self._unrecorded.clear()
         self._told_leaving = False
         self.phase = "running"
-        self._actions += [StartGang(self.attempt, self.start), Sweep(self.attempt)]
-        self._events.append(events.AttemptStarted(self.attempt, self._world_size, self.start, time=time))
+        self._actions += [StartGang(self.folded.attempt, self.start), Sweep(self.folded.attempt)]
+        self._events.append(events.AttemptStarted(self.folded.attempt, self._world_size, self.start, time=time))
 
     def _on_gangrefused(self, event: GangRefused) -> None:
-        if event.attempt != self.attempt or self.phase not in ("running", "stopping"):
+        if event.attempt != self.folded.attempt or self.phase not in ("running", "stopping"):
             return
         for rank in self._ranks:
             rank.gone = True
@@ -472,19 +367,20 @@ class RunState:
 
     def _values(self, report: int, pending: _Pending) -> dict[str, Any]:
         values: dict[str, Any] = {
-            "attempt": self.attempt,
+            "attempt": self.folded.attempt,
             "report": report,
             "iteration": self._base_iteration + report + 1,
-            "metrics": pending.metrics.get(0, self.metrics),  # a run's metrics are rank 0's, were it its last ones
+            # A run's metrics are rank 0's, were it its last ones.
+            "metrics": pending.metrics.get(0, self.folded.metrics),
         }
         others = {str(rank): metrics for rank, metrics in sorted(pending.metrics.items()) if rank != 0 and metrics}
         return {**values, "others": others} if others else values
 
     def _stage(self, time: float, report: int, pending: _Pending) -> None:
-        number, ranks, size_bytes = self.next_number, sorted(pending.parts), sum(pending.parts.values())
+        number, ranks, size_bytes = self.folded.next_number, sorted(pending.parts), sum(pending.parts.values())
         values = self._values(report, pending)
         self._record(time, "staged", number=number, epoch=self._epoch, parts=ranks, size_bytes=size_bytes, **values)
-        self._persist(time, self.staged[number])
+        self._persist(time, self.folded.staged[number])
         for rank in ranks:
             self._owed.append(_Owed(rank, report, number, rank in pending.sync, pending.free_bytes))
         self._tell_reported(time, pending, values)
@@ -500,7 +396,7 @@ class RunState:
 
     def _tell_reported(self, time: float, pending: _Pending, values: Mapping[str, Any]) -> None:
         if not pending.recorded:
-            self._events.append(events.Reported(self.attempt, values["iteration"], values["metrics"], time=time))
+            self._events.append(events.Reported(self.folded.attempt, values["iteration"], values["metrics"], time=time))
 
     def _refuse_parts(self, report: int, pending: _Pending) -> None:
         """Answers those who gave a part of a checkpoint to which another rank could not give its own."""
@@ -508,7 +404,7 @@ class RunState:
             why = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(pending.failed.items()))
             error = f"there is no checkpoint of this report, since another rank could not give its part: {why}"
             self._actions += [Answer(rank, report, -1, error) for rank in sorted(pending.parts)]
-            self._actions.append(Discard(self._epoch, self.attempt, report))
+            self._actions.append(Discard(self._epoch, self.folded.attempt, report))
 
     def _pay(self) -> None:
         """Answers every rank whose answer is due now."""
@@ -528,16 +424,16 @@ class RunState:
         return self.phase == "running" and self._catching_up_until is None
 
     def _may_return(self, owed: _Owed) -> bool:
-        if owed.sync and owed.number in self.staged:
+        if owed.sync and owed.number in self.folded.staged:
             return False
-        behind = [held for held in self.staged.values() if not held.is_durable]
+        behind = [held for held in self.folded.staged.values() if not held.is_durable]
         within_share = sum(held.size_bytes for held in behind) * STAGED_SHARE <= owed.free_bytes
         return len(behind) <= 1 or (len(behind) <= STAGED_LIMIT and within_share)
 
     # ---- storage
 
     def _on_durable(self, event: Durable) -> None:
-        held = self.staged.get(event.number)
+        held = self.folded.staged.get(event.number)
         if held is None:
             return
         self._keeper_deaths = 0
@@ -548,14 +444,14 @@ class RunState:
 
     def _commit_in_order(self) -> None:
         """Commits the oldest staged one, once it is durable: the newest committed one only ever gets newer."""
-        for held in self.staged.values():
+        for held in self.folded.staged.values():
             if held.is_durable and not held.committing:
                 held.committing = True
                 self._actions.append(MakeCommit(held.number))
             return
 
     def _on_committed(self, event: Committed) -> None:
-        held = self.staged.get(event.number)
+        held = self.folded.staged.get(event.number)
         if held is None:
             return
         self._end_trouble(event.time, event.number, "commit")
@@ -585,8 +481,8 @@ class RunState:
         """
         if self._checkpoint_config.num_to_keep is None:
             return
-        pinned = {held.number for held in self.committed[-1:]} | self._in_use
-        numbers = forgettable(self.candidates, self._checkpoint_config.retention, pinned)
+        pinned = {held.number for held in self.folded.committed[-1:]} | self._in_use
+        numbers = forgettable(self.folded.candidates, self._checkpoint_config.retention, pinned)
         if numbers:
             self._record(time, "forgotten", numbers=numbers)
             self._actions.append(Remove(tuple(numbers)))
@@ -608,7 +504,7 @@ class RunState:
         self._actions.append(Persist(held.number, in_driver=self._keeper_deaths > KEEPER_DEATHS_LIMIT))
 
     def _on_storagefailed(self, event: StorageFailed) -> None:
-        held = self.staged.get(event.number)
+        held = self.folded.staged.get(event.number)
         if held is None or (event.step == "persist" and held.is_durable):
             return
         held.asked_at = None
@@ -634,7 +530,7 @@ class RunState:
 
     def _abandon(self, time: float, number: int, reason: str) -> None:
         self._trouble.pop(number, None)
-        held = self.held[number]
+        held = self.folded.held[number]
         self._record(time, "abandoned", number=number, why=reason)
         self._actions.append(Discard(held.epoch, held.attempt, held.report, abandoned=number))
         if held.epoch == self._epoch:  # else this driver's workers start from the one before: none of them relied on it
@@ -662,7 +558,7 @@ class RunState:
 
     def _on_keeperdied(self, event: KeeperDied) -> None:
         self._keeper_deaths += 1
-        for held in self.staged.values():
+        for held in self.folded.staged.values():
             trouble = self._trouble.get(held.number)
             if not held.is_durable and (trouble is None or trouble.retry_at is None):
                 self._persist(event.time, held)
@@ -702,7 +598,7 @@ class RunState:
             if trouble.retry_at is not None and time >= trouble.retry_at:
                 trouble.retry_at = None
                 if trouble.step == "persist":
-                    self._persist(time, self.staged[number])
+                    self._persist(time, self.folded.staged[number])
                 else:
                     self._actions.append(MakeCommit(number) if trouble.step == "commit" else Look(number))
 
@@ -723,7 +619,7 @@ class RunState:
         """All ranks have returned, but a process stays: a thread of the user's may still have something to do."""
         gone = [number for number, rank in enumerate(self._ranks) if not rank.gone]
         if self._told_leaving:
-            self._actions.append(StopGang(self.attempt))
+            self._actions.append(StopGang(self.folded.attempt))
         else:
             what = f"the processes of rank {', '.join(map(str, gone))} to end: their training functions have returned"
             self._events.append(events.Waiting(what, time=time))
@@ -778,7 +674,7 @@ class RunState:
         if self.phase == "running":
             self.phase = "stopping"
             self._catching_up_until = None
-            self._actions.append(StopGang(self.attempt))
+            self._actions.append(StopGang(self.folded.attempt))
 
     def request_stop(self, time: float, reason: str) -> None:
         """Ends the run from outside (Ctrl-C): what is staged is committed, then the run fails for `reason`."""
@@ -799,7 +695,7 @@ class RunState:
             self._end_attempt(time)
         elif self.phase == "stopping" and all(rank.gone for rank in self._ranks):
             self._after_failure(time)
-        if self.phase == "settling" and not self.staged:
+        if self.phase == "settling" and not self.folded.staged:
             self._settled(time)
 
     def _after_failure(self, time: float) -> None:
@@ -809,11 +705,11 @@ class RunState:
             return
         self.failure_count += 1
         reasons = {str(rank): why for rank, why in sorted(self.failures.items())}
-        self._record(time, "attempt_failed", attempt=self.attempt, why=reasons)
-        self._events.append(events.AttemptFailed(self.attempt, dict(self.failures), time=time))
+        self._record(time, "attempt_failed", attempt=self.folded.attempt, why=reasons)
+        self._events.append(events.AttemptFailed(self.folded.attempt, dict(self.failures), time=time))
         if after_failure(self._failure_config, self.failure_count) == "fail":
             self.goal = "fail"
-            self.reason = f"attempt {self.attempt} failed, and max_failures={self._failure_config.max_failures}"
+            self.reason = f"attempt {self.folded.attempt} failed, and max_failures={self._failure_config.max_failures}"
 
     def _end_attempt(self, time: float) -> None:
         """Writes down what reports were incomplete, and owes nobody of this attempt anything any more."""
@@ -842,8 +738,8 @@ class RunState:
         attribute = self._checkpoint_config.checkpoint_score_attribute
         if self._errors:
             self.goal, self.reason = "fail", "; ".join(self._errors)
-        elif attribute is not None and self.committed and not self.scored:
-            there = sorted({name for held in self.committed for name in held.metrics})
+        elif attribute is not None and self.folded.committed and not self.folded.scored:
+            there = sorted({name for held in self.folded.committed for name in held.metrics})
             self.goal = "fail"
             self.reason = (
                 f"checkpoint_score_attribute is {attribute!r}, but no checkpoint was ever reported with it "

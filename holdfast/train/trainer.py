@@ -27,7 +27,7 @@ from holdfast.run import experiment
 from holdfast.run.config import RunConfig, RunSpec, ScalingConfig
 from holdfast.run.controller import WORKER, Ownership, Place, RunController, now
 from holdfast.run.experiment import Experiment
-from holdfast.run.result import Result, of_state
+from holdfast.run.result import Result, result_of
 from holdfast.run.worker import takes_config
 from holdfast.storage import journal
 from holdfast.storage.journal import Journal, Record
@@ -281,7 +281,7 @@ def _following(place: Place, spec: RunSpec, verbose: int) -> Iterator[_LogsFirst
 
 def _result(spec: RunSpec, place: Place, store: CheckpointStore, controller: RunController) -> Result:
     state = controller.state
-    result = replace(of_state(state, spec.checkpoints.retention, store), config=spec.config)
+    result = replace(result_of(state.folded, spec.checkpoints.retention, store), config=spec.config)
     if state.goal == "finish":
         return result
     message = _failure_message(state.reason, state.failures, place)
@@ -299,7 +299,7 @@ def _last_event(controller: RunController, result: Result, began: float) -> even
     state = controller.state
     if result.error is not None:
         return events.RunFailed(result.path, state.reason, time=now())
-    return events.RunFinished(result.path, state.attempts_here, len(state.committed), now() - began, time=now())
+    return events.RunFinished(result.path, state.attempts_here, len(state.folded.committed), now() - began, time=now())
 
 
 def _of_kind(value: Any, kind: type[Any]) -> Any:

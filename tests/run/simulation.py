@@ -16,8 +16,9 @@ import msgspec
 
 from holdfast.run import signals
 from holdfast.run.config import CheckpointConfig, FailureConfig
+from holdfast.run.folded import Record
 from holdfast.run.result import history
-from holdfast.run.state import Record, RunState
+from holdfast.run.state import RunState
 
 LONGEST = 4000  # events of one history
 REPORT_TIMEOUT_S = 60.0
@@ -37,12 +38,19 @@ def durable_half(run: RunState) -> tuple[Any, ...]:
     """What a restart must find again: the fold of the records."""
     held = {
         number: (h.epoch, h.attempt, h.report, h.iteration, h.ranks, h.metrics, h.size_bytes, h.committed, h.staged_at)
-        for number, h in run.held.items()
+        for number, h in run.folded.held.items()
     }
-    skipped = tuple(run.skipped)
-    staged = list(run.staged)
-    position = (run.next_number, skipped, run.attempt, run.iteration, run.metrics, run.return_value)
-    return held, staged, run.damaged, run.scored, position
+    skipped = tuple(run.folded.skipped)
+    staged = list(run.folded.staged)
+    position = (
+        run.folded.next_number,
+        skipped,
+        run.folded.attempt,
+        run.folded.iteration,
+        run.folded.metrics,
+        run.folded.return_value,
+    )
+    return held, staged, run.folded.damaged, run.folded.scored, position
 
 
 Origin = tuple[int, int, int]  # epoch, attempt, report
@@ -226,7 +234,7 @@ class Driver:
         if record["kind"] != "forgotten":
             return
         numbers = set(record["numbers"])
-        committed = {number for number, held in self.shadow.held.items() if held.committed}
+        committed = {number for number, held in self.shadow.folded.held.items() if held.committed}
         require(numbers <= committed, "only what is committed is forgotten")
         require(max(committed) not in numbers, "the newest committed checkpoint is kept")
         require(not numbers & self.in_use, "what a reader has open is kept")
@@ -236,7 +244,7 @@ class Driver:
         )
 
     def has_passed_start(self) -> bool:
-        attempt = self.state.attempt
+        attempt = self.state.folded.attempt
         own = [r["report"] for r in self.world.journal if r["kind"] == "staged" and r["attempt"] == attempt]
         return bool(own) and all(worker.returned or worker.heard > min(own) for worker in self.workers)
 
@@ -281,7 +289,7 @@ class Driver:
     def check_answer(self, action: signals.Answer, *, sync: bool) -> None:
         require(action.number not in self.unsaid, "who waits for an abandoned checkpoint is told so")
         require(not sync or action.number in self.world.committed, "sync returns after the commit")
-        behind = [held for held in self.state.staged.values() if not held.is_durable]
+        behind = [held for held in self.state.folded.staged.values() if not held.is_durable]
         require(len(behind) <= 2, "at most two checkpoints are waited for by nobody")
         self.world.promised.add(action.number)
 
@@ -291,7 +299,7 @@ class Driver:
         self.told = action.number
 
     def do_persist(self, action: signals.Persist) -> None:
-        held = self.state.held.get(action.number)
+        held = self.state.folded.held.get(action.number)
         if held is None:
             return
         if self.world.store.get(held.number) == (held.epoch, held.attempt, held.report):
@@ -310,9 +318,9 @@ class Driver:
         self.kill_keeper()
 
     def do_makecommit(self, action: signals.MakeCommit) -> None:
-        held = self.state.held.get(action.number)
+        held = self.state.folded.held.get(action.number)
         if held is not None:
-            older = [h for h in self.state.held.values() if h.number < held.number and not h.committed]
+            older = [h for h in self.state.folded.held.values() if h.number < held.number and not h.committed]
             require(not older, "commits are asked for in the order of numbers")
             origin = (held.epoch, held.attempt, held.report)
             self.disk.append(Commit(self, action.number, origin, held.ranks))
@@ -523,7 +531,7 @@ class Driver:
         self.world.once_read |= self.world.read
 
     def echo(self) -> None:
-        stale = [e for e in self.echoes if isinstance(e, signals.RankEvent) and e.attempt < self.state.attempt]
+        stale = [e for e in self.echoes if isinstance(e, signals.RankEvent) and e.attempt < self.state.folded.attempt]
         if stale:
             before = durable_half(self.state)
             self.apply(self.dice.choice(stale))
@@ -566,8 +574,8 @@ class Driver:
             self.disk.popleft()()
         last = world.journal[-1]["kind"]
         require(last == ("finished" if run.goal == "finish" else "failed"), "the journal says how the run ended")
-        require(not any(not held.committed for held in run.held.values()), "a run ends after its commits")
-        committed = {held.number for held in run.committed}
+        require(not any(not held.committed for held in run.folded.held.values()), "a run ends after its commits")
+        committed = {held.number for held in run.folded.committed}
         require(
             committed == world.committed - world.let_go - world.damaged, "what is committed and not forgotten is held"
         )
@@ -600,7 +608,7 @@ def live(driver: Driver, *, last: bool) -> None:
     """One driver's life: until the run has ended, or (but for the last one) it is killed."""
     world, dice = driver.world, driver.dice
     if dice.random() < 0.1:
-        world.store.setdefault(driver.state.next_number + dice.randint(0, 2), None)
+        world.store.setdefault(driver.state.folded.next_number + dice.randint(0, 2), None)
     faults, killed_at = dice.choice([0, 1, 3, 8]), LONGEST if last else dice.randint(0, 80)
     driver.apply(signals.Begun(world.time, tuple(world.store), tuple(world.store)))
     for moment in range(LONGEST):

@@ -11,9 +11,10 @@ from holdfast import events
 from holdfast.errors import JournalDamaged
 from holdfast.run import signals, state
 from holdfast.run.config import CheckpointConfig, FailureConfig
+from holdfast.run.folded import Record
 from holdfast.run.policies import after_failure
 from holdfast.run.signals import Answer, Discard, Look, MakeCommit, Persist, Remove, StartGang, StopGang, Sweep, Tell
-from holdfast.run.state import Record, RunState
+from holdfast.run.state import RunState
 
 PLENTY = 10**9
 
@@ -47,7 +48,7 @@ class Play:
 
     def happens(self, event: type[signals.Event], **values: Any) -> list[signals.Action]:
         if issubclass(event, signals.RankEvent):
-            values.setdefault("attempt", self.run.attempt)
+            values.setdefault("attempt", self.run.folded.attempt)
         self.run.apply(event(self.time, **values))
         return self.obey()
 
@@ -76,8 +77,8 @@ class Play:
     def keep(self, report: int, **values: Any) -> list[signals.Action]:
         """Every rank reports a part of a checkpoint, which is then made durable and committed."""
         actions = self.stage(report, **values)
-        number = self.run.next_number - 1
-        actions += self.durable(number, *self.run.held[number].ranks)
+        number = self.run.folded.next_number - 1
+        actions += self.durable(number, *self.run.folded.held[number].ranks)
         return actions + self.commit(number)
 
     def refuse(self, number: int, *, passing: bool = True, step: Any = "persist") -> list[signals.Action]:
@@ -119,7 +120,7 @@ def of(kind: type[Any], actions: list[Any]) -> list[Any]:
 
 
 def numbers(play: Play) -> list[int]:
-    return [held.number for held in play.run.committed]
+    return [held.number for held in play.run.folded.committed]
 
 
 # ---- reports
@@ -140,7 +141,7 @@ def test_reports_of_all_ranks_make_one_record_with_the_metrics_of_rank_0_and_the
     assert [record["kind"] for record in play.due] == ["report"]
     assert play.due[0]["metrics"]["rank"] == 0
     assert play.due[0]["others"]["1"]["rank"] == 1
-    assert play.run.iteration == 1
+    assert play.run.folded.iteration == 1
 
 
 def test_reports_are_recorded_in_their_order_however_far_one_rank_is_ahead():
@@ -189,7 +190,7 @@ def test_a_report_that_not_every_rank_reached_is_never_staged_and_its_metrics_ar
     play.kill(0)
     assert play.of_kind("staged") == []
     assert [record["metrics"] for record in play.of_kind("report")] == [{"loss": 0.5}]
-    assert play.run.next_number == 0
+    assert play.run.folded.next_number == 0
 
 
 def test_an_incomplete_report_without_rank_0_leaves_no_record():
@@ -210,7 +211,7 @@ def test_a_report_that_the_last_rank_reaches_while_the_gang_is_stopped_is_staged
 def test_messages_of_an_older_attempt_are_dropped():
     play = Play(2, failures=FailureConfig(max_failures=-1))
     play.kill_all()
-    assert play.run.attempt == 2
+    assert play.run.folded.attempt == 2
     before = list(play.journal)
     for event, values in (
         (signals.Reported, {"report": 0, "metrics": {}, "part_bytes": 10}),
@@ -315,7 +316,7 @@ def test_what_waits_for_other_ranks_does_not_count_in_the_bound():
     play = Play(2)
     play.stage(0)
     play.report(0, 1, gives=True)
-    assert list(play.run.staged) == [0]
+    assert list(play.run.folded.staged) == [0]
     assert len(of(Answer, play.report(1, 1, gives=True))) == 2
 
 
@@ -385,7 +386,7 @@ def test_an_attempt_starts_from_the_newest_checkpoint_after_it_was_looked_at():
     assert of(StartGang, play.looked(1)) == [StartGang(2, 1)]
     assert play.of_kind("attempt")[-1]["iteration"] == 2
     play.report(0, 0)
-    assert play.run.iteration == 3
+    assert play.run.folded.iteration == 3
 
 
 def test_a_damaged_checkpoint_is_recorded_and_said_and_the_next_older_one_is_looked_at():
@@ -417,7 +418,7 @@ def test_a_checkpoint_that_cannot_be_read_just_now_is_waited_for_and_not_called_
     assert [type(event).__name__ for event in play.told][-1] == "Waiting"
     assert play.tick(0.3) == [signals.Look(0)]
     assert of(StartGang, play.looked(0)) == [StartGang(2, 0)]
-    assert play.run.damaged == {}
+    assert play.run.folded.damaged == {}
 
 
 def test_a_checkpoint_that_cannot_be_read_at_all_fails_the_run_and_is_not_called_damaged():
@@ -426,7 +427,7 @@ def test_a_checkpoint_that_cannot_be_read_at_all_fails_the_run_and_is_not_called
     play.kill_all()
     play.happens(signals.LookFailed, number=0, reason="written by a newer version", passing=False)
     assert "written by a newer version" in play.of_kind("failed")[0]["why"]
-    assert play.run.damaged == {}
+    assert play.run.folded.damaged == {}
 
 
 def test_before_an_attempt_every_staged_checkpoint_is_committed_and_only_then_the_newest_is_looked_at():
@@ -455,7 +456,7 @@ def test_the_gang_is_started_again_for_ever_with_minus_one():
     play = Play(1, failures=FailureConfig(max_failures=-1))
     for _ in range(50):
         play.kill_all()
-    assert play.run.attempt == 51
+    assert play.run.folded.attempt == 51
     assert play.run.phase == "running"
 
 
@@ -534,7 +535,7 @@ def test_the_return_value_of_an_attempt_that_failed_is_not_that_of_the_run():
     play = Play(2)
     play.finish(0)
     play.kill(1)
-    assert play.run.return_value is None
+    assert play.run.folded.return_value is None
 
 
 def test_a_run_resumed_with_a_smaller_num_to_keep_removes_the_surplus_at_its_end_and_sweeps_last():
@@ -669,7 +670,7 @@ def test_a_refusal_that_is_not_waited_for_abandons_the_checkpoint(on_storage_err
     assert of(Remove, actions) == []
     assert Discard(1, 1, 0, abandoned=0) in actions
     assert any(isinstance(event, events.CheckpointAbandoned) for event in play.told)
-    assert play.run.held == {}
+    assert play.run.folded.held == {}
 
 
 def test_an_abandoned_checkpoint_is_raised_by_the_next_answer_once():
@@ -812,7 +813,7 @@ def test_the_metrics_of_a_run_are_those_of_rank_0_also_after_it_has_returned():
     play.report(1, 0, metrics={"of": 1})
     play.happens(signals.Returned, attempt=1, rank=0)
     play.report(1, 1, metrics={"of": 1})
-    assert play.run.metrics == {"of": 0}
+    assert play.run.folded.metrics == {"of": 0}
 
 
 def test_a_process_that_stays_after_every_rank_returned_is_named_and_then_ended_and_the_run_finishes():
@@ -1063,5 +1064,5 @@ def test_a_finished_run_that_is_begun_again_goes_on_from_its_newest_checkpoint_a
     assert again.begun == [Look(0)]
     again.looked(0)
     again.finish()
-    assert again.run.metrics == {"loss": 0.25}
+    assert again.run.folded.metrics == {"loss": 0.25}
     assert again.journal[-1]["kind"] == "finished"
