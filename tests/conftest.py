@@ -4,11 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.engines import parent
+from holdfast.engines import local, parent
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm_parent_ends_with_the_tests() -> Iterator[None]:
-    """It would end with this process; pytest looks for what is left over before that."""
+    """It, and keepers, end with this process or soon after; pytest looks for what is left over before that."""
     yield
     parent.end()
+    for keeper in local._left_services:
+        keeper.wait(30)
