@@ -49,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = _measure(asked, directory)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    print(table(found))
     print(f"\n{_write(found, asked)}")
     return 0
 
@@ -64,7 +63,9 @@ def _measure(asked: argparse.Namespace, directory: Path) -> list[Figure]:
     for name, figures in BENCHMARKS.items():
         if not cases or name in cases:
             rounds = asked.rounds or (1 if asked.quick else 3)
-            found += figures(Bench(taking_turns, rounds, asked.quick, directory, frozenset(cases.get(name, ()))))
+            measured = figures(Bench(taking_turns, rounds, asked.quick, directory, frozenset(cases.get(name, ()))))
+            print(table(measured), flush=True)  # at once: what comes next may take minutes, and be broken off
+            found += measured
     return found
 
 
