@@ -18,7 +18,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 import tempfile
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -28,6 +27,7 @@ from urllib.parse import unquote
 
 from holdfast.errors import CheckpointError, CheckpointForgotten, ConfigError, StorageError
 from holdfast.plain import Plain, decode, encode, plain
+from holdfast.storage.local import share_blocks
 
 MANIFEST = ".holdfast.json"  # makes the directory a committed checkpoint; a reader's lock is on it
 METADATA = ".metadata.json"  # the user's notes; neither in the manifest nor verified
@@ -35,7 +35,6 @@ CANNOT_LOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # from a file syst
 METADATA_UNFINISHED = ".metadata.json.new"  # left behind only by a process that died while it wrote notes
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_FICLONE = 0x40049409
 
 
 class Checkpoint:
@@ -361,15 +360,8 @@ def _copy_file(source: str, target: str) -> None:
 
 
 def _clone_file(source: str, target: str) -> bool:
-    """Makes `target` share the blocks of `source`; False where the file system cannot."""
-    if sys.platform != "linux":
-        return False
     with open(source, "rb") as reader, open(target, "wb") as writer:
-        try:
-            fcntl.ioctl(writer, _FICLONE, reader.fileno())
-        except OSError:
-            return False
-    return True
+        return share_blocks(reader.fileno(), writer.fileno())
 
 
 def _is_full(error: OSError) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import stat
@@ -29,6 +28,7 @@ from holdfast.storage.local import (
     begin_to_write_back,
     boot_id,
     check_written_back,
+    share_blocks,
     storage_error,
     sync_directory,
     sync_filesystem,
@@ -46,7 +46,6 @@ _SENT_AT_ONCE_BYTES = 16 << 20
 _MANY_FILES = 32  # from here on one syncfs is faster than an fsync for each
 _THREADS = 2
 _WORTH_A_THREAD_BYTES = 8 << 20  # of less work, the start of a thread is the greater part
-_FICLONE = 0x40049409  # linux/fs.h: share the extents of another file, copy on write
 _Item = TypeVar("_Item")
 _Done = TypeVar("_Done")
 _LEFT_OUT = frozenset({MANIFEST, METADATA_UNFINISHED})  # of the checkpoint that a directory was once taken from
@@ -184,7 +183,7 @@ def _copy_file(source: str, target: str, name: str) -> File:
     with _open_user_file(source) as reading, open(target, "xb", buffering=0) as writing:
         before = os.fstat(reading.fileno())
         os.fchmod(writing.fileno(), stat.S_IMODE(before.st_mode) | stat.S_IRUSR | stat.S_IWUSR)
-        if not _share_blocks(reading.fileno(), writing.fileno()):
+        if not share_blocks(reading.fileno(), writing.fileno()):
             _copy_bytes(reading.fileno(), writing.fileno())
         after, copy = os.fstat(reading.fileno()), os.fstat(writing.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns) or copy.st_size != after.st_size:
@@ -197,14 +196,6 @@ def _open_user_file(path: str) -> FileIO:
         return open(path, "rb", buffering=0)
     except OSError as error:
         raise CheckpointFailed(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _share_blocks(source: int, target: int) -> bool:
-    try:
-        fcntl.ioctl(target, _FICLONE, source)
-    except OSError:  # another file system, or one that cannot
-        return False
-    return True
 
 
 def _copy_bytes(source: int, target: int) -> None:

@@ -132,7 +132,8 @@ class Session:
         self._reports = 0
         self._answers: dict[int, Plain] = {}
         self._published: dict[str, Plain] = {}
-        self._given: list[Path] = []  # directories of `checkpoint_dir` that were not reported
+        self._given: list[Path] = []  # directories of `checkpoint_dir` that were not dropped
+        self._open: set[Path] = set()  # those whose block has not ended: they are their users'
         self._told_unreported = False
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a training function may report from a thread of its own
@@ -180,11 +181,14 @@ class Session:
         fresh = Path(tempfile.mkdtemp(prefix=f"rank{self._rank}-", dir=folder))
         fresh.chmod(0o777 & ~_umask())
         self._given.append(fresh)
+        self._open.add(fresh)
         try:
             yield str(fresh)
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
+        finally:
+            self._open.discard(fresh)
 
     def close(self) -> None:
         """Ends what the training function has begun: it has returned."""
@@ -247,13 +251,13 @@ class Session:
 
     def _drop_given(self) -> None:
         """Removes what was written to be reported, and never was: most likely `checkpoint=` was forgotten."""
-        for folder in self._given:
+        for folder in [folder for folder in self._given if folder not in self._open]:
             if folder.exists() and any(folder.iterdir()) and not self._told_unreported:
                 self._told_unreported = True
                 what = "what was written into a checkpoint_dir() was never reported, and is removed: pass it on with "
                 self.send({"t": "warn", "what": f"rank {self._rank}: {what}report(metrics, checkpoint=...)"})
             shutil.rmtree(folder, ignore_errors=True)
-        self._given.clear()
+            self._given.remove(folder)
 
     # ---- messages
 
@@ -393,7 +397,8 @@ def checkpoint_dir() -> contextlib.AbstractContextManager[str]:
             torch.save(model.state_dict(), f"{folder}/model.pt")
             train.report({"loss": loss}, checkpoint=Checkpoint.from_directory(folder))
 
-    `report` takes the directory away. It is removed if it was not reported before the next `report` with a checkpoint.
+    `report` takes the directory away. One that was not reported is removed, and that is said, when the next one is
+    asked for, at the next `report` with a checkpoint, or at the end; never while its block runs.
 
     Raises:
         OutsideRunError: there is no run here.

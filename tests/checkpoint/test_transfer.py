@@ -54,7 +54,7 @@ def part(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def without_reflinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_share_blocks", lambda source, target: False)
+    monkeypatch.setattr(transfer, "share_blocks", lambda source, target: False)
 
 
 def directory(at: Path) -> Path:

@@ -301,3 +301,18 @@ def test_a_failed_run_that_is_opened_again_says_why(lab):
     with pytest.raises(TrainingFailedError):
         lab.fit(loops.count, {"steps": 3, "fail_at": 1})
     assert "max_failures=0" in str(train.Result.from_path(lab.folder / "run").error)
+
+
+def opens_two_at_once(config):
+    with train.checkpoint_dir() as first:
+        Path(first, "first").write_text("kept")
+        with train.checkpoint_dir() as second:
+            Path(second, "second").write_text("kept")
+            train.report({"n": 2}, checkpoint=Checkpoint.from_directory(second))
+        train.report({"n": 1}, checkpoint=Checkpoint.from_directory(first))
+
+
+def test_a_checkpoint_directory_is_never_removed_while_its_block_runs(lab):
+    result = lab.fit(opens_two_at_once, workers=1)
+    assert [files_of(checkpoint) for checkpoint, _ in result.best_checkpoints] == [["second"], ["first"]]
+    assert lab.damage() == []
